@@ -1,0 +1,25 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install check lint test
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+install: $(STAMP)  ## .venv with mgpu (editable) and the development extras
+
+lint: install  ## style, types, layers
+	$(BIN)/ruff check mgpu tests scripts
+	$(BIN)/ruff format --check mgpu tests scripts
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint  ## the quick tier
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test: lint  ## everything that can run here
+	$(BIN)/python -m pytest

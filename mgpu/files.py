@@ -1,0 +1,112 @@
+"""Writing files so that a crash at any instant leaves the old content or the new, never a mixture."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names inside `folder` durable (a rename is only on disk after its folder is)."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of `path` durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the content of `path` durably: temporary file beside it, fsync, rename, fsync of the folder."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fchmod(stream.fileno(), 0o644)
+            os.fsync(stream.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as indented JSON, durably."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
+    """Append `value` as one JSON line. One `write` on an O_APPEND file: lines of several writers never mix.
+
+    A torn last line (a crash in mid-write) is closed off first, so that the new line stays readable.
+    """
+    line = (json.dumps(value, ensure_ascii=False) + "\n").encode()
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        os.write(handle, line)
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a JSONL file; a torn line (crash in mid-write) is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(value, dict):
+                yield value
+
+
+class LineTail:
+    """Follows a JSONL file that somebody else appends to: each `read` gives the lines that are new and whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def skip_to_end(self) -> None:
+        """Leave out what is there already."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            block = stream.read()
+        whole, newline, _ = block.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        found = []
+        for line in whole.split(b"\n"):
+            try:
+                value = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                continue
+            if isinstance(value, dict):
+                found.append(value)
+        return found

@@ -1,0 +1,109 @@
+"""One whole model a rank; gradients are summed by bucketed all-reduces that overlap with backward."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from mgpu.parallel import base
+from mgpu.parallel.base import StepLoss, Strategy, Task, Trainable, Window, agree, backward_one, scale_gradients
+from mgpu.parallel.context import Context
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class DdpOptions(base.Options):
+    """Options of `strategy: ddp`."""
+
+    bucket_mb: float = Field(default=25.0, gt=0)
+    """Size of one all-reduce in MiB."""
+    unused_parameters: bool = False
+    """Allow parameters that get no gradient in a step; costs a walk through the graph each step."""
+
+
+class Ddp(Strategy):
+    """`torch.nn.parallel.DistributedDataParallel`, weighted by units."""
+
+    Options: ClassVar[type[base.Options]] = DdpOptions
+
+    def replicas(self, world: int) -> int:
+        return world
+
+    def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
+        if context.world == 1:
+            return Trainable(model=model, module=model, task=task, context=context)
+        from torch.nn.parallel import DistributedDataParallel
+
+        assert isinstance(self.options, DdpOptions)
+        ddp = DistributedDataParallel(
+            model,
+            device_ids=[context.device.index] if context.device.type == "cuda" else None,
+            bucket_cap_mb=self.options.bucket_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.options.unused_parameters,
+        )
+        if not self.options.unused_parameters:
+            settle_buckets(ddp)
+        return Trainable(model=model, module=ddp, task=task, context=context)
+
+    def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        context = trainable.context
+        overlapped = isinstance(trainable.module, DistributedDataParallel) and min(window.counts) > 0
+        mine = window.counts[context.replica]
+        sums = torch.zeros(2, dtype=torch.float64, device=context.device)
+        for index, micro_batch in enumerate(window.micro_batches):
+            reduces_now = overlapped and index == mine - 1
+            with contextlib.nullcontext() if reduces_now else _without_sync(trainable.module):
+                sums += backward_one(trainable, micro_batch)
+        totals = agree(context, sums)
+        if context.replicas > 1 and not overlapped:
+            _sum_gradients(trainable)
+        averaged_over = context.replicas if overlapped else 1
+        scale_gradients(trainable.parameters, averaged_over / (totals.units * context.loss_scale))
+        return totals
+
+
+def _without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def _sum_gradients(trainable: Trainable) -> None:
+    """The tail of an epoch may leave a replica without a micro batch, where DDP's own reduction would wait for ever."""
+    import torch
+
+    gradients: list[Tensor] = []
+    for parameter in trainable.parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    torch.distributed.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP rebuild its buckets before the first step.
+
+    DDP orders its buckets anew after its first backward. Left to itself, the first step after a resume would add up in
+    another order than the same step of a run that was never stopped, and the last bits would differ.
+    """
+    import torch
+
+    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    reducer = ddp.reducer
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    total = torch.stack([parameter.flatten()[0].float() * 0 for parameter in parameters]).sum()
+    total.backward()
+    reducer._rebuild_buckets()
+    ddp.zero_grad(set_to_none=True)

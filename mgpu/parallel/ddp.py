@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from mgpu.parallel import base
-from mgpu.parallel.base import StepLoss, Strategy, Task, Trainable, Window, agree, backward_one, scale_gradients
-from mgpu.parallel.context import Context
+from mgpu.parallel.base import Context, StepLoss, Strategy, Task, Trainable, Window, agree, backward_one, scale_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu.errors import PlanError
-from mgpu.parallel.base import Strategy, Task, Trainable, Window, StepLoss, agree, backward_one, scale_gradients
-from mgpu.parallel.context import Context
+from mgpu.parallel.base import Context, Strategy, Task, Trainable, Window, StepLoss, agree, backward_one, scale_gradients
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,0 +1,5 @@
+"""The worker: what one rank does."""
+
+from mgpu.train.task import Supervised
+
+__all__ = ["Supervised"]

@@ -1,0 +1,101 @@
+"""`mgpu ls`, `mgpu show`, `mgpu logs`, `mgpu schema`: parse, call, render."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from mgpu.cli.training import RUNS_DIR, RunsDirOption
+
+RunArgument = Annotated[str, typer.Argument(help="An id, a unique prefix of one, a path, or latest.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `app`."""
+    app.command("ls", epilog="Example:  mgpu ls --json")(list_runs)
+    app.command(epilog="Example:  mgpu show latest")(show)
+    app.command(epilog="Example:  mgpu logs latest --rank 1")(logs)
+    app.command(epilog="Example:  mgpu schema > mgpu.schema.json")(schema)
+
+
+def list_runs(runs_dir: RunsDirOption = RUNS_DIR, json_: JsonOption = False) -> None:
+    """List the runs, newest first."""
+    from mgpu.runs import RunStore
+
+    rows = [
+        {"id": run.id, "state": str(run.state), "step": run.last_step, "path": str(run.path)}
+        for run in RunStore(runs_dir).list()
+    ]
+    if json_:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        print(f"{row['id']:<48}  {row['state']:<12}  step {row['step']}")
+
+
+def show(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, json_: JsonOption = False) -> None:
+    """Show one run: state, plan, newest metrics, checkpoints, failures."""
+    from mgpu.runs import RunStore
+
+    found = RunStore(runs_dir).find(run)
+    facts: dict[str, Any] = {
+        "id": found.id,
+        "path": str(found.path),
+        "state": str(found.state),
+        "attempts": found.attempts,
+        "step": found.last_step,
+        "exit_code": found.exit_code,
+        "strategy": found.plan().get("strategy"),
+        "world": found.plan().get("world"),
+        "device": found.plan().get("device"),
+        "evaluation": _last(found.events(), "evaluated"),
+        "checkpoints": sorted(path.name for path in found.checkpoints.glob("step-*")),
+        "cause": (_last(found.events(), "attempt_ended") or {}).get("cause"),
+    }
+    if json_:
+        print(json.dumps(facts, indent=2))
+        return
+    for label, value in facts.items():
+        if value not in (None, []):
+            print(f"{label:<14}{_text(value)}")
+
+
+def logs(
+    run: RunArgument,
+    rank: Annotated[int, typer.Option(help="Whose output.")] = 0,
+    attempt: Annotated[int | None, typer.Option(help="Of which attempt; default: the newest.")] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+) -> None:
+    """Print what a rank wrote."""
+    from mgpu.errors import Refusal
+    from mgpu.runs import RunStore
+
+    found = RunStore(runs_dir).find(run)
+    path = found.log_path(attempt or found.attempts, rank)
+    if not path.exists():
+        raise Refusal(f"{found.id} has no log of rank {rank}, attempt {attempt or found.attempts}", hint=f"see {path.parents[1]}")
+    print(path.read_text(errors="replace"), end="")
+
+
+def schema() -> None:
+    """Print the spec's JSON Schema, for editors."""
+    from mgpu.spec import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    return next((event for event in reversed(events) if event.get("event") == kind), None)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return "  ".join(f"{key} {item}" for key, item in value.items() if key not in ("event", "time", "unix"))
+    return str(value)
+
+

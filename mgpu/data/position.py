@@ -1,0 +1,80 @@
+"""How far a training has come, in samples: what makes a resume exact on any number of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in a training.
+
+    `offset` counts the samples consumed in `epoch`, `samples` those of all epochs, `batches` the global batches, and
+    `step` the optimizer steps (fewer than batches where fp16 skipped one).
+    """
+
+    epoch: int = 0
+    offset: int = 0
+    samples: int = 0
+    batches: int = 0
+    step: int = 0
+
+    def stepped(self, step: int) -> Position:
+        """The same place, `step` optimizer steps done."""
+        return dataclasses.replace(self, step=step)
+
+    def to_json(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Position:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class BatchGrid:
+    """How an epoch of `n` samples is cut: global batches of `size`, micro batches of `micro`."""
+
+    n: int
+    size: int
+    micro: int
+    last: Literal["keep", "drop"] = "keep"
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Global batches of one epoch that begins at its start."""
+        return self.n // self.size if self.last == "drop" else -(-self.n // self.size)
+
+    def window(self, offset: int) -> tuple[int, int]:
+        """The positions [start, stop) of the global batch that begins at `offset`; the last one may be shorter."""
+        return offset, min(offset + self.size, self.n)
+
+    def micro_batches(self, offset: int) -> list[tuple[int, int]]:
+        """The position ranges of the micro batches of that global batch; the last one may be shorter."""
+        start, stop = self.window(offset)
+        return [(begin, min(begin + self.micro, stop)) for begin in range(start, stop, self.micro)]
+
+    def shares(self, count: int, replicas: int) -> list[range]:
+        """Contiguous runs of `count` micro batches, one a replica: sizes differ by at most one, longer ones first.
+
+        >>> BatchGrid(100, 8, 2).shares(5, 3)
+        [range(0, 2), range(2, 4), range(4, 5)]
+        """
+        whole, rest = divmod(count, replicas)
+        bounds = [replica * whole + min(replica, rest) for replica in range(replicas + 1)]
+        return [range(bounds[replica], bounds[replica + 1]) for replica in range(replicas)]
+
+    def advance(self, position: Position) -> Position:
+        """The place after the global batch at `position`; the next epoch when no batch is left in this one."""
+        start, stop = self.window(position.offset)
+        left = self.n - stop
+        over = left == 0 or (self.last == "drop" and left < self.size)
+        return Position(
+            epoch=position.epoch + over,
+            offset=0 if over else stop,
+            samples=position.samples + stop - start,
+            batches=position.batches + 1,
+            step=position.step,
+        )

@@ -1,0 +1,98 @@
+"""From a spec, or a run, to a started attempt: everything that can be refused is refused here, before a process starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu.errors import PlanError, Problem, Refusal, SpecError
+from mgpu.files import write_atomic, write_json
+from mgpu.plan import Plan, listen, make_plan
+from mgpu.runs import Run, RunStore, State
+from mgpu.runs.provenance import write_provenance
+from mgpu.spec import LoadedSpec, load_spec
+from mgpu.topology import Topology
+
+
+def lay_out(loaded: LoadedSpec) -> Plan:
+    """The plan for this machine; faults carry the spec's line."""
+    spec = loaded.spec
+    if spec.script is not None and not Path(spec.script.path).is_file():
+        raise SpecError([loaded.problem(("script", "path"), f"no file {spec.script.path}")])
+    try:
+        return make_plan(spec, Topology.detect())
+    except PlanError as error:
+        raise SpecError([loaded.problem(error.key, error.message, error.hint)]) from error
+    except SpecError as error:
+        raise SpecError([_placed(loaded, problem) for problem in error.problems]) from error
+
+
+def _placed(loaded: LoadedSpec, problem: Problem) -> Problem:
+    return problem if problem.line else loaded.problem(problem.key, problem.message, problem.hint)
+
+
+def _hold_port(loaded: LoadedSpec, plan: Plan) -> socket.socket:
+    try:
+        return listen(plan.port)
+    except PlanError as error:
+        raise SpecError([loaded.problem(error.key, error.message, error.hint)]) from error
+
+
+def show_plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print the plan on stdout."""
+    loaded = load_spec(path, overrides)
+    plan = lay_out(loaded)
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return
+    for label, text in plan.explain():
+        print(f"{label:<14}{text}")
+
+
+def train(path: Path, overrides: Sequence[str], runs_dir: Path) -> int:
+    """Start a new run and follow it to its end; returns the exit code."""
+    loaded = load_spec(path, overrides)
+    plan = lay_out(loaded)
+    listener = _hold_port(loaded, plan)
+    run = RunStore(runs_dir).create(loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path))
+    write_provenance(run, sys.argv, str(path))
+    return _follow(run, 1, loaded, plan, listener)
+
+
+def resume(reference: str, overrides: Sequence[str], runs_dir: Path) -> int:
+    """Start a new attempt of a run; returns its exit code."""
+    run = RunStore(runs_dir).find(reference)
+    state = run.state
+    if state is State.RUNNING:
+        raise Refusal(f"{run.id} is running", hint="stop it first (Ctrl-C in its terminal)")
+    if state is State.COMPLETED and not overrides:
+        raise Refusal(f"{run.id} is complete", hint="to train on: mgpu resume RUN --set duration='N steps'")
+    loaded = load_spec(run.spec_path, overrides)
+    plan = lay_out(loaded)
+    listener = _hold_port(loaded, plan)
+    write_atomic(run.spec_path, loaded.dump())
+    write_json(run.plan_path, plan.to_json())
+    run.record("resumed", command=sys.argv, overrides=list(overrides))
+    return _follow(run, run.attempts + 1, loaded, plan, listener)
+
+
+def _follow(run: Run, attempt: int, loaded: LoadedSpec, plan: Plan, listener: socket.socket) -> int:
+    from mgpu.launch.front import Front, refusals, report
+
+    front = Front(run, attempt)
+    print(run.id, flush=True)
+    front.console.print(f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False)
+    for note in plan.notes:
+        front.console.print(note, markup=False)
+    code = front.watch(listener, resume_step=run.last_step)
+    faults = refusals(run)
+    if faults:
+        if attempt == 1:
+            shutil.rmtree(run.path)
+        raise SpecError(loaded.problem(tuple(f["key"]), f["message"], f["hint"]) for f in faults)
+    report(run, attempt, code, front.console)
+    return code

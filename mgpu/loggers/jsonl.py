@@ -1,0 +1,83 @@
+"""metrics.jsonl: the record of a run that every curve, comparison and report is drawn from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from mgpu.files import write_atomic
+from mgpu.loggers.base import Logger, Value
+from mgpu.runs import Run
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+class JsonlLogger(Logger):
+    """One line a logged step, with every digit of each number.
+
+    A line is handed to the system as soon as it is told, so a kill of the process loses none; it is on disk after
+    `close`. NaN and infinities, which JSON lacks, are the texts `nan`, `inf` and `-inf`. Evaluations are events of the
+    run and are not repeated here.
+    """
+
+    where: ClassVar[Literal["rank0", "front"]] = "rank0"
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+
+    def open(self, run: Run, *, resume_step: int) -> None:
+        _drop_steps_after(run.metrics_path, resume_step)
+        self._handle = os.open(run.metrics_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        if self._handle is None:
+            raise ValueError("log of a metrics file that is not open")
+        row = {"step": step, **values}
+        try:
+            text = _encode(row)
+        except ValueError:
+            text = _encode({name: _as_json(value) for name, value in row.items()})
+        _write_all(self._handle, f"{text}\n".encode())
+
+    def close(self, outcome: str) -> None:
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _as_json(value: Value) -> Value:
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_all(handle: int, line: bytes) -> None:
+    """On a disk that fills up a write may end early: the second try then raises the error that names the cause."""
+    written = os.write(handle, line)
+    while written < len(line):
+        written += os.write(handle, line[written:])
+
+
+def _drop_steps_after(path: Path, step: int) -> None:
+    """Leave only whole lines of steps up to `step`; the file is replaced at once or left as it is."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    kept = "".join(f"{line}\n" for line in text.split("\n") if _is_upto(line, step))
+    if kept != text:
+        write_atomic(path, kept)
+
+
+def _is_upto(line: str, step: int) -> bool:
+    try:
+        found = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return False
+    return isinstance(found, int) and found <= step

@@ -1,7 +1,7 @@
 """Checkpoints on disk: written beside, published by a rename, checked before they are used.
 
-Order of a save: shards → data.json → manifest.json (sizes and hashes) → fsync → rename → fsync of the parent → only then
-old ones go. A folder without its final name was never a checkpoint.
+Order of a save: shards → data.json → manifest.json (sizes and hashes) → fsync → rename → fsync of the parent → only
+then old ones go. A folder without its final name was never a checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Checkpointer:
         dcp.save(tensors, checkpoint_id=partial, no_dist=alone)
         if rank == 0:
             write_json(partial / "data.json", {"step": step, **data})
-            write_json(partial / "manifest.json", {"step": step, "torch": torch.__version__, "files": _describe(partial)})
+            write_json(
+                partial / "manifest.json", {"step": step, "torch": torch.__version__, "files": _describe(partial)}
+            )
             sync_folder(partial)
             partial.rename(final)
             sync_folder(self.folder)
@@ -144,7 +146,9 @@ def restore_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
     """Load `found` by name; CheckpointError names what is missing, extra or of another shape. Hyperparameters stay."""
     reader = dcp.FileSystemReader(found.path)
     stored = {
-        name: kind for name, kind in reader.read_metadata().state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
+        name: kind
+        for name, kind in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(kind, TensorStorageMetadata)
     }
     own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     _compare(own, {name: kind for name, kind in stored.items() if name.startswith("model.")})
@@ -158,7 +162,11 @@ def restore_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
         prefix = f"optimizer.{name}."
-        values = {key.removeprefix(prefix): value for key, value in fresh.items() if key.startswith(prefix) and "." not in key.removeprefix(prefix)}
+        values = {
+            key.removeprefix(prefix): value
+            for key, value in fresh.items()
+            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+        }
         values.update(found.data.get("optimizer", {}).get(name, {}))
         if values:
             states[index] = values
@@ -174,7 +182,10 @@ def _compare(own: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -
     faults += [f"{name} is not in the model" for name in stored if name not in own]
     for name, value in own.items():
         if name in stored and (value.shape != stored[name].size or value.dtype != stored[name].properties.dtype):
-            here, there = f"{value.dtype} {tuple(value.shape)}", f"{stored[name].properties.dtype} {tuple(stored[name].size)}"
+            here, there = (
+                f"{value.dtype} {tuple(value.shape)}",
+                f"{stored[name].properties.dtype} {tuple(stored[name].size)}",
+            )
             faults.append(f"{name} is {here} in the model and {there} in the checkpoint")
     if faults:
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(faults[:5])}")

@@ -76,7 +76,9 @@ def logs(
     found = RunStore(runs_dir).find(run)
     path = found.log_path(attempt or found.attempts, rank)
     if not path.exists():
-        raise Refusal(f"{found.id} has no log of rank {rank}, attempt {attempt or found.attempts}", hint=f"see {path.parents[1]}")
+        raise Refusal(
+            f"{found.id} has no log of rank {rank}, attempt {attempt or found.attempts}", hint=f"see {path.parents[1]}"
+        )
     print(path.read_text(errors="replace"), end="")
 
 
@@ -97,5 +99,3 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "  ".join(f"{key} {item}" for key, item in value.items() if key not in ("event", "time", "unix"))
     return str(value)
-
-

@@ -1,4 +1,4 @@
-"""The order in which an epoch visits its samples, computed position by position: no list, no start-up, any length.
+"""The order in which an epoch visits its samples, computed position by position: any length, no list.
 
 The order is a permutation of [0, n) that nobody stores: a cipher on [0, n) (a Feistel network over Z_a x Z_b, with cycle
 walking), keyed by the seed and the epoch. Generalised Feistel and cycle walking: Black and Rogaway, "Ciphers with

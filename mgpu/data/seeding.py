@@ -1,4 +1,4 @@
-"""Seeds from positions: what is drawn depends on (seed, epoch, sample) or (seed, batch, micro batch), on nothing else."""
+"""Seeds from positions: a draw depends on (seed, epoch, sample) or (seed, batch, micro batch) and on nothing else."""
 
 from __future__ import annotations
 

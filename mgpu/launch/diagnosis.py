@@ -49,14 +49,23 @@ def judge(run: Run, attempt: int, exits: Mapping[int, int], order: Sequence[int]
         return _of_exit(run, attempt, silent[0], exits[silent[0]], sorted(recorded))
     if victims and early:
         what = "left early with code 0 while other ranks were still training"
-        return Cause("left early", early[0], EXIT_FAILED, what, log=str(run.log_path(attempt, early[0])), victims=tuple(sorted(recorded)))
+        return Cause(
+            "left early",
+            early[0],
+            EXIT_FAILED,
+            what,
+            log=str(run.log_path(attempt, early[0])),
+            victims=tuple(sorted(recorded)),
+        )
     if victims:
         return _of_record(run, attempt, victims[0], [record["rank"] for record in victims[1:]])
     if "completed" in ends or (_is_script(run) and len(early) == len(exits) > 0):
         return None
     if "stopped" in ends or not exits:
         return Cause("unfinished", None, EXIT_FAILED, "stopped before its end")
-    return Cause("left early", early[0] if early else None, EXIT_FAILED, "left with code 0 before the training was complete")
+    return Cause(
+        "left early", early[0] if early else None, EXIT_FAILED, "left with code 0 before the training was complete"
+    )
 
 
 def _records(run: Run, attempt: int) -> list[dict[str, Any]]:
@@ -68,7 +77,9 @@ def _records(run: Run, attempt: int) -> list[dict[str, Any]]:
 def _of_record(run: Run, attempt: int, record: dict[str, Any], others: list[int]) -> Cause:
     rank = record["rank"]
     what = f"{record['type']}: {record['message']}"
-    return Cause("error", rank, EXIT_FAILED, what, record["place"], str(run.log_path(attempt, rank)), tuple(sorted(others)))
+    return Cause(
+        "error", rank, EXIT_FAILED, what, record["place"], str(run.log_path(attempt, rank)), tuple(sorted(others))
+    )
 
 
 def _of_exit(run: Run, attempt: int, rank: int, code: int, others: list[int]) -> Cause:

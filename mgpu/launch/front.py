@@ -39,13 +39,25 @@ class Front:
         self.events.skip_to_end()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, self._pass_on)
-        command = [sys.executable, "-m", "mgpu.launch.node", str(self.run.path), str(self.attempt), str(listener.fileno())]
+        command = [
+            sys.executable,
+            "-m",
+            "mgpu.launch.node",
+            str(self.run.path),
+            str(self.attempt),
+            str(listener.fileno()),
+        ]
         log = self.run.node_log_path(self.attempt, 0)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.node = subprocess.Popen(
-                command, pass_fds=(listener.fileno(),), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )  # fmt: skip
+                command,
+                pass_fds=(listener.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
         listener.close()
         self.display.open(self.run, resume_step=resume_step)
         try:
@@ -71,7 +83,9 @@ class Front:
         for values in self.metrics.read():
             self.display.log(int(values.get("step", 0)), values)
         for event in self.events.read():
-            if event.get("event") == "evaluated":
+            if event.get("event") == "attempt_started":
+                print(self.run.id, flush=True)  # what a script wants; only once nothing can be refused any more
+            elif event.get("event") == "evaluated":
                 values = {key: value for key, value in event.items() if key not in ("event", "time", "unix", "step")}
                 self.display.evaluated(event["step"], values)
             elif event.get("event") == "note":
@@ -105,7 +119,8 @@ def refusals(run: Run) -> list[dict[str, Any]]:
 
 def report(run: Run, attempt: int, code: int, console: Console) -> None:
     """The last thing on the screen: the result and what to do next, or the cause."""
-    ended = next((e for e in reversed(run.events()) if e["event"] == "attempt_ended" and e["attempt"] == attempt), {})
+    events = [e for e in run.events() if e["event"] == "attempt_ended" and e["attempt"] == attempt]
+    ended: dict[str, Any] = events[-1] if events else {}
     state, step = ended.get("state", str(run.state)), run.last_step
     cause = ended.get("cause")
     if state == State.COMPLETED:
@@ -125,4 +140,3 @@ def report(run: Run, attempt: int, code: int, console: Console) -> None:
     lines += [f"log    {cause['log']}"] if cause["log"] else []
     lines.append(f"next   mend it, then: mgpu resume {run.id}")
     console.print("\n".join(lines), style="red", markup=False, soft_wrap=True)
-

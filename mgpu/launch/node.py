@@ -79,7 +79,14 @@ class Node:
         self._send(do="start", run=str(self.run.path), attempt=self.attempt, world=self.plan.world)
         started = self._expect("started")
         self.pids = started["pids"]
-        self.run.record("attempt_started", attempt=self.attempt, **this_process(), master_port=started["port"], world=self.plan.world, pids=self.pids)
+        self.run.record(
+            "attempt_started",
+            attempt=self.attempt,
+            **this_process(),
+            master_port=started["port"],
+            world=self.plan.world,
+            pids=self.pids,
+        )
         if self.asked is not None:
             self._on_signal(signal.SIGUSR1, None)
 

@@ -34,12 +34,13 @@ def main(control: int, listener: int) -> None:
     port = _host_store(listener)
     _say(stream, kind="ready")
     ranks: Any = None
+    waiting: set[int] = set()
     while True:
         sentinels = {process.sentinel: rank for rank, process in enumerate(ranks.processes)} if ranks else {}
         live = [sentinel for sentinel, rank in sentinels.items() if rank in waiting] if ranks else []
         for ready in wait([link, *live]):
             if ready is not link:
-                rank = sentinels[ready]  # type: ignore[index]
+                rank = sentinels[ready]
                 waiting.discard(rank)
                 ranks.processes[rank].join()
                 _say(stream, kind="exited", rank=rank, code=ranks.processes[rank].exitcode)
@@ -94,7 +95,13 @@ def _check(path: str) -> list[dict[str, Any]]:
         faults: list[dict[str, Any]] = json.loads(receive.recv_bytes())
     except EOFError:
         process.join()
-        return [{"key": [], "message": f"the check of the spec's targets died with exit code {process.exitcode}", "hint": ""}]
+        return [
+            {
+                "key": [],
+                "message": f"the check of the spec's targets died with exit code {process.exitcode}",
+                "hint": "",
+            }
+        ]
     process.join()
     return faults
 

@@ -1,4 +1,4 @@
-"""From a spec, or a run, to a started attempt: everything that can be refused is refused here, before a process starts."""
+"""From a spec, or a run, to a started attempt. What can be refused is refused here, before a process starts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def _follow(run: Run, attempt: int, loaded: LoadedSpec, plan: Plan, listener: so
     from mgpu.launch.front import Front, refusals, report
 
     front = Front(run, attempt)
-    print(run.id, flush=True)
     front.console.print(f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False)
     for note in plan.notes:
         front.console.print(note, markup=False)

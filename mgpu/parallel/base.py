@@ -100,7 +100,7 @@ class Trainable:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
-class Options(BaseModel):
+class StrategyOptions(BaseModel):
     """Options that every strategy has; a strategy's own class adds to them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
@@ -112,11 +112,11 @@ class Options(BaseModel):
 class Strategy:
     """How work is split over devices."""
 
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[StrategyOptions]] = StrategyOptions
     uneven_replicas: ClassVar[bool] = True
     """Whether replicas may run different numbers of micro batches in one step."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: StrategyOptions) -> None:
         self.options = options
 
     def replicas(self, world: int) -> int:

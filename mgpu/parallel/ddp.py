@@ -7,15 +7,25 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from mgpu.parallel import base
-from mgpu.parallel.base import Context, StepLoss, Strategy, Task, Trainable, Window, agree, backward_one, scale_gradients
+from mgpu.parallel.base import (
+    Context,
+    StepLoss,
+    Strategy,
+    StrategyOptions,
+    Task,
+    Trainable,
+    Window,
+    agree,
+    backward_one,
+    scale_gradients,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
 
 
-class DdpOptions(base.Options):
+class DdpOptions(StrategyOptions):
     """Options of `strategy: ddp`."""
 
     bucket_mb: float = Field(default=25.0, gt=0)
@@ -27,7 +37,7 @@ class DdpOptions(base.Options):
 class Ddp(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, weighted by units."""
 
-    Options: ClassVar[type[base.Options]] = DdpOptions
+    Options: ClassVar[type[StrategyOptions]] = DdpOptions
 
     def replicas(self, world: int) -> int:
         return world

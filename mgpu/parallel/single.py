@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu.errors import PlanError
-from mgpu.parallel.base import Context, Strategy, Task, Trainable, Window, StepLoss, agree, backward_one, scale_gradients
+from mgpu.parallel.base import (
+    Context,
+    StepLoss,
+    Strategy,
+    Task,
+    Trainable,
+    Window,
+    agree,
+    backward_one,
+    scale_gradients,
+)
 
 if TYPE_CHECKING:
     from torch import nn

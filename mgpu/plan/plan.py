@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mgpu.errors import PlanError, Problem, SpecError, UnknownName
-from mgpu.parallel.base import Options, Strategy
+from mgpu.parallel.base import Strategy
 from mgpu.plan.devices import choose_devices
 from mgpu.plugins import find_plugin, plugin_names
 from mgpu.spec.models import RunSpec
@@ -87,7 +87,7 @@ class Plan:
     def from_json(cls, value: dict[str, Any]) -> Plan:
         names = {field.name for field in dataclasses.fields(cls)}
         known = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items() if key in names}
-        return cls(**known)
+        return cls(**known)  # type: ignore[arg-type]
 
 
 def make_strategy(spec: RunSpec) -> Strategy:
@@ -101,11 +101,12 @@ def make_strategy(spec: RunSpec) -> Strategy:
     except UnknownName as error:
         raise PlanError(error.message, key=key, hint=error.hint) from error
     try:
-        options: Options = kind.Options.model_validate(spec.parallel.options)
+        options = kind.Options.model_validate(spec.parallel.options)
     except ValidationError as error:
         known = ", ".join(kind.Options.model_fields)
         raise SpecError(
-            Problem(("parallel", *fault["loc"]), fault["msg"], hint=f"options of {name}: {known}") for fault in error.errors()
+            Problem(("parallel", *fault["loc"]), fault["msg"], hint=f"options of {name}: {known}")
+            for fault in error.errors()
         ) from error
     return kind(options)
 
@@ -152,7 +153,11 @@ def _counts(spec: RunSpec, strategy: Strategy, replicas: int) -> tuple[int, ...]
         )
     whole, rest = divmod(total, replicas)
     if rest and not strategy.uneven_replicas:
-        raise PlanError(f"{total} micro batches do not divide by {replicas} replicas", key=("batch",), hint=_what_fits(size, micro, replicas))
+        raise PlanError(
+            f"{total} micro batches do not divide by {replicas} replicas",
+            key=("batch",),
+            hint=_what_fits(size, micro, replicas),
+        )
     return tuple(whole + (replica < rest) for replica in range(replicas))
 
 

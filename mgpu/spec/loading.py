@@ -62,7 +62,12 @@ def load_spec(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[
     document = _read_with_bases(path, shown, environ, ())
     if not isinstance(document.data, dict):
         at = document.marks.get((), Mark(shown, 1, 1))
-        raise SpecError([*document.problems, Problem((), "a spec is a mapping of keys", file=at.file, line=at.line, column=at.column)][:1])
+        raise SpecError(
+            [
+                *document.problems,
+                Problem((), "a spec is a mapping of keys", file=at.file, line=at.line, column=at.column),
+            ][:1]
+        )
     for text in overrides:
         _override(document, text, environ)
     data = {key: value for key, value in document.data.items() if not key.startswith("x-") and value is not None}
@@ -106,7 +111,11 @@ def json_schema() -> dict[str, Any]:
                 holder[name] = {**{k: v for k, v in value.items() if k == "description"}, **target}
     properties["metrics"]["additionalProperties"] = target
     for name in ("loggers",):
-        properties[name] = {"type": "array", "items": {"type": "string"}, "description": properties[name].get("description", "")}
+        properties[name] = {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": properties[name].get("description", ""),
+        }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
@@ -194,7 +203,10 @@ def _substituted(text: str, plain: bool, environ: Mapping[str, str]) -> tuple[An
 def _escape(value: Any) -> Any:
     """A literal `$` doubled where it would be read as a reference; secrets stay references."""
     if isinstance(value, str):
-        return "".join(part if _SECRET.fullmatch(part) else part.replace("$", "$$") for part in re.split(r"(\$\{secret:\w+\})", value))
+        return "".join(
+            part if _SECRET.fullmatch(part) else part.replace("$", "$$")
+            for part in re.split(r"(\$\{secret:\w+\})", value)
+        )
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return {key: _escape(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -207,7 +219,9 @@ def _override(document: Document, text: str, environ: Mapping[str, str]) -> None
         document.problems.append(Problem((), f"{text!r}: write --set key.path=value", file="--set"))
         return
     key: Key = tuple(int(part) if part.isdigit() else part for part in path.split("."))
-    inner = reader.parse(written, where, lambda t, plain, _k, _m: _absolute(_substituted(t, plain, environ)[0], key, Path()))
+    inner = reader.parse(
+        written, where, lambda t, plain, _k, _m: _absolute(_substituted(t, plain, environ)[0], key, Path())
+    )
     holder: Any = document.data
     for part, following in zip(key, [*key[1:], None], strict=True):
         last = following is None
@@ -293,5 +307,7 @@ def _later_problems(loaded: LoadedSpec) -> list[Problem]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 problems.append(loaded.problem(key, f"must be a number, is {_shown(value)}"))
             elif value < 0 or (name == "lr" and value == 0):
-                problems.append(loaded.problem(key, f"must be {'above 0' if name == 'lr' else 'at least 0'}, is {value}"))
+                problems.append(
+                    loaded.problem(key, f"must be {'above 0' if name == 'lr' else 'at least 0'}, is {value}")
+                )
     return problems

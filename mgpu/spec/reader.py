@@ -126,7 +126,9 @@ class _Construction:
     def value(self, node: yaml.Node, key: Key) -> Any:
         self.count += 1
         if self.count > NODE_LIMIT:
-            raise SpecError([Problem(key, f"more than {NODE_LIMIT} values after aliases are followed", file=self.shown)])
+            raise SpecError(
+                [Problem(key, f"more than {NODE_LIMIT} values after aliases are followed", file=self.shown)]
+            )
         if id(node) in self.open:
             self.fault(key, node, "an alias that holds itself")
             return None
@@ -162,7 +164,9 @@ class _Construction:
                     value = self.value(part, key)
                     merged.update(value if isinstance(value, dict) else {})
                 continue
-            if not isinstance(name_node, yaml.ScalarNode) or (name_node.style is None and not isinstance(scalar(name), str)):
+            if not isinstance(name_node, yaml.ScalarNode) or (
+                name_node.style is None and not isinstance(scalar(name), str)
+            ):
                 self.fault(key, name_node, "keys are texts")
                 continue
             at = self.mark(name_node)

@@ -36,7 +36,7 @@ class Span:
             raise ValueError(f"{text!r}: the unit here is {' or '.join(allowed)}")
         if not math.isfinite(number) or number != int(number) or number < 1:
             raise ValueError(f"{text!r}: must be a whole number of {unit}, at least 1")
-        return cls(int(number), unit)  # type: ignore[arg-type]
+        return cls(int(number), unit)
 
     @property
     def seconds(self) -> int:
@@ -67,7 +67,11 @@ class _SpanOf:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         units = "|".join(f"{unit}?" for unit in self.units)
-        return {"type": "string", "pattern": rf"^\s*[0-9][0-9_.eE+]*\s*({units})\s*$", "examples": [f"2 {self.units[0]}"]}
+        return {
+            "type": "string",
+            "pattern": rf"^\s*[0-9][0-9_.eE+]*\s*({units})\s*$",
+            "examples": [f"2 {self.units[0]}"],
+        }
 
 
 TrainingSpan = Annotated[Span, _SpanOf("epochs", "steps")]

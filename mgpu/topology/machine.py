@@ -27,7 +27,9 @@ class Topology:
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Topology:
         """Ask the driver, then keep what CUDA_VISIBLE_DEVICES allows (indices or UUIDs, in its order)."""
-        return cls(gpus=visible(_nvml_gpus(), environ.get("CUDA_VISIBLE_DEVICES")), cpus=tuple(sorted(os.sched_getaffinity(0))))
+        return cls(
+            gpus=visible(_nvml_gpus(), environ.get("CUDA_VISIBLE_DEVICES")), cpus=tuple(sorted(os.sched_getaffinity(0)))
+        )
 
 
 def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:

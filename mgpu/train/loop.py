@@ -1,12 +1,12 @@
 """The training loop::
 
-    for each global batch from the position on:
-        forward, backward          the strategy's, leaves the gradient of the whole global batch
-        clip, step                 at the learning rate of this step
-        log                        when due
-        evaluate, save             when due
-        stop                       if any rank was asked to: all agree at the same step
-    evaluate, save                 at the end
+for each global batch from the position on:
+    forward, backward          the strategy's, leaves the gradient of the whole global batch
+    clip, step                 at the learning rate of this step
+    log                        when due
+    evaluate, save             when due
+    stop                       if any rank was asked to: all agree at the same step
+evaluate, save                 at the end
 """
 
 from __future__ import annotations
@@ -150,7 +150,11 @@ class Training:
         started = time.monotonic()
         tensors, plain = gather_state(self.trainable.model, self.optimizer)
         scaler = self.trainable.context.scaler
-        data = {"position": self.position.to_json(), "optimizer": plain, "scaler": scaler.state_dict() if scaler else None}
+        data = {
+            "position": self.position.to_json(),
+            "optimizer": plain,
+            "scaler": scaler.state_dict() if scaler else None,
+        }
         path = self.checkpointer.save(self.position.step, tensors, data)
         if self.logger is not None:
             seconds = round(time.monotonic() - started, 3)

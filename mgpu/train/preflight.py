@@ -25,7 +25,12 @@ def preflight(spec: RunSpec) -> list[Fault]:
         (spec.data.eval, ("data", "eval"), 0),
         *((target, ("metrics", name), 0) for name, target in spec.metrics.items()),
     ]
-    faults = [fault for target, key, given in parts if target for fault in _attempt(lambda t=target, k=key, g=given: check(t, k, g), key)]
+    faults = [
+        fault
+        for target, key, given in parts
+        if target
+        for fault in _attempt(lambda t=target, k=key, g=given: check(t, k, g), key)
+    ]
     if faults:
         return faults
     for target, key in ((spec.data.train, ("data", "train")), (spec.data.eval, ("data", "eval"))):
@@ -37,7 +42,9 @@ def preflight(spec: RunSpec) -> list[Fault]:
 def _open(target: Target, key: tuple[str | int, ...]) -> None:
     samples = build(target, key=key)
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-        raise TargetError(key, f"{target.target} has no __len__ and __getitem__: data sets of that kind are not available yet")
+        raise TargetError(
+            key, f"{target.target} has no __len__ and __getitem__: data sets of that kind are not available yet"
+        )
     if len(samples) == 0:
         raise TargetError(key, f"{target.target} is empty")
 

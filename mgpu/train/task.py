@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 
@@ -20,7 +19,7 @@ class Supervised:
             raise ValueError(f"unit {unit!r}: must be sample or token")
         if not hasattr(loss, "reduction"):
             raise TypeError(f"{type(loss).__name__} has no `reduction`: write a task of your own")
-        loss.reduction = "sum" if unit == "token" else "none"
+        loss.__dict__["reduction"] = "sum" if unit == "token" else "none"
         self.criterion = loss
         self.unit = unit
 

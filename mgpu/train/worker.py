@@ -6,7 +6,6 @@ import ctypes
 import datetime
 import json
 import os
-import random
 import runpy
 import signal
 import sys
@@ -16,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint  # forked ranks find it loaded
 
-from mgpu.checkpoint import Checkpointer, restore_state
+from mgpu.checkpoint import Checkpointer, Found, restore_state
 from mgpu.data.loading import Course, EvaluationCourse, make_loader
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.seeding import seed_everything, weights_seed
@@ -97,7 +95,7 @@ def write_failure(path: Path, error: BaseException, rank: int) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     library = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     own = [frame for frame in frames if not frame.filename.startswith((*library, "<"))]
-    place = (own or list(frames) or [None])[-1]
+    place = (own or list(frames))[-1] if frames else None
     path.parent.mkdir(parents=True, exist_ok=True)
     in_torch = bool(frames) and frames[-1].filename.startswith(library[0])
     record = {
@@ -119,75 +117,105 @@ def _run_script(path: str, args: tuple[str | int | float, ...]) -> None:
 
 
 def _train(run: Run, spec: RunSpec, plan: Plan, rank: int, attempt: int, port: int, stop: StopVote) -> None:
-    assert spec.data and spec.model and spec.optimizer and spec.batch and spec.duration
+    """Assemble the training, run it, and say how it ended."""
     torch.set_num_threads(plan.threads)
+    if spec.precision == "tf32":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+    training = _assemble(run, spec, plan, rank, attempt, port, stop)
+    completed = training.run_to_end()
+    if training.logger is None:
+        return
+    closing = getattr(training.trainable.task, "closing", None)
+    if completed and closing and (text := closing(training.trainable.model)):
+        run.record("note", text=text)
+    outcome = "completed" if completed else "stopped"
+    run.record(outcome, attempt=attempt, step=training.position.step)
+    training.logger.close(outcome)
+
+
+def _assemble(run: Run, spec: RunSpec, plan: Plan, rank: int, attempt: int, port: int, stop: StopVote) -> Training:
+    assert spec.data and spec.model and spec.optimizer and spec.batch and spec.duration
     seed_everything(weights_seed(spec.seed))
     train_data = build(spec.data.train, key=("data", "train"))
     eval_data = build(spec.data.eval, key=("data", "eval")) if spec.data.eval else None
     grid = BatchGrid(n=len(train_data), size=spec.batch.size, micro=spec.batch.micro_size, last=spec.batch.last)
     if grid.batches_per_epoch == 0:
-        raise DataError(f"{len(train_data)} samples are less than one global batch of {spec.batch.size}, and batch.last is drop")
+        raise DataError(
+            f"{len(train_data)} samples are fewer than one batch of {spec.batch.size}, and batch.last is drop"
+        )
     checkpointer = Checkpointer(run.checkpoints, spec.checkpoint.keep)
-    found, warnings = checkpointer.latest()
-    for warning in warnings if rank == 0 else ():
-        run.record("note", text=f"checkpoint {warning}")
-    if attempt > 1 and found is None and checkpointer.steps():
-        raise CheckpointError("no checkpoint of this run is whole", hint="see the notes above for what is damaged")
+    found = _newest(run, checkpointer, rank)
     position = Position.from_json(found.data["position"]) if found else Position()
     epochs = spec.duration.count if spec.duration.unit == "epochs" else None
     course = Course(grid, spec.seed, position, _replica(rank, plan), plan.replicas, epochs)
-    collate = build(spec.data.collate) if spec.data.collate else None
-    loader = make_loader(
-        train_data, course, spec.seed, workers=spec.data.workers, start=spec.data.start, collate=collate, pin=plan.device == "cuda"
-    )  # fmt: skip
-    batches = iter(loader)  # loader processes are forked here, before this rank has threads or a device
+    # Loader processes are forked here, before this rank has threads or a device.
+    batches = iter(_loader(train_data, course, spec, plan, spec.data.workers))
     device = _join(plan, rank, port, attempt)
-    context = Context(
-        rank=rank, world=plan.world, replica=_replica(rank, plan), replicas=plan.replicas, device=device,
-        precision=spec.precision, loss_scale=2.0 ** -(spec.batch.size - 1).bit_length(),
-        scaler=torch.amp.GradScaler(device.type) if spec.precision == "fp16" else None,
-        stop=stop, reseed=seed_everything,
-    )  # fmt: skip
-    if spec.precision == "tf32":
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+    context = _context(spec, plan, rank, device, stop)
     seed_everything(weights_seed(spec.seed))
-    torch.manual_seed(weights_seed(spec.seed) % 2**63)
     model = build(spec.model, key=("model",)).to(device)
-    strategy = make_strategy(spec)
+    optimizer = _optimizer(spec.optimizer, model)
     if found:
-        optimizer = _optimizer(spec.optimizer, model)
         restore_state(found, model, optimizer)
         if context.scaler is not None and found.data.get("scaler"):
             context.scaler.load_state_dict(found.data["scaler"])
-    else:
-        optimizer = _optimizer(spec.optimizer, model)
+    strategy = make_strategy(spec)
     trainable = strategy.build(model, build(spec.task, key=("task",)), context)
-    metrics = {name: build(target, key=("metrics", name)).to(device) for name, target in spec.metrics.items()}
     total = spec.duration.count * (grid.batches_per_epoch if epochs else 1)
-    logger = None
-    if rank == 0:
-        logger = JsonlLogger()
-        logger.open(run, resume_step=position.step)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        run.record(
-            "training", attempt=attempt, start_step=position.step, total_steps=total, samples=grid.n,
-            parameters=count, device=str(device), unit=plan.unit,
-        )  # fmt: skip
-    training = Training(
-        spec=spec, run=run, strategy=strategy, trainable=trainable, optimizer=optimizer,
-        rate=_rate(spec, grid, total), course=course, batches=batches,
-        evaluation=_evaluation(eval_data, spec, plan, rank), metrics=metrics,
-        checkpointer=checkpointer, logger=logger, position=position, total_steps=total,
+    evaluation = None
+    if eval_data is not None:
+        keys = EvaluationCourse(len(eval_data), spec.batch.micro_size, context.replica, plan.replicas)
+        evaluation = _loader(eval_data, keys, spec, plan, workers=0)
+    return Training(
+        spec=spec, run=run, strategy=strategy, trainable=trainable, optimizer=optimizer, rate=_rate(spec, grid, total),
+        course=course, batches=batches, evaluation=evaluation,
+        metrics={name: build(target, key=("metrics", name)).to(device) for name, target in spec.metrics.items()},
+        checkpointer=checkpointer, logger=_logger(run, attempt, position, total, model) if rank == 0 else None,
+        position=position, total_steps=total,
     )  # fmt: skip
-    completed = training.run_to_end()
-    if rank == 0:
-        closing = getattr(trainable.task, "closing", None)
-        if completed and closing and (text := closing(model)):
-            run.record("note", text=text)
-        run.record("completed" if completed else "stopped", attempt=attempt, step=training.position.step)
-    if logger is not None:
-        logger.close("completed" if completed else "stopped")
+
+
+def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
+    found, warnings = checkpointer.latest()
+    for warning in warnings if rank == 0 else ():
+        run.record("note", text=f"checkpoint {warning}")
+    if found is None and checkpointer.steps():
+        raise CheckpointError("no checkpoint of this run is whole", hint="the notes above say what is damaged")
+    return found
+
+
+def _loader(samples: Any, keys: Any, spec: RunSpec, plan: Plan, workers: int) -> Any:
+    assert spec.data
+    collate = build(spec.data.collate) if spec.data.collate else None
+    pin = plan.device == "cuda"
+    return make_loader(
+        samples, keys, spec.seed, workers=workers, start=spec.data.start, collate=collate, pin=pin
+    )  # fmt: skip
+
+
+def _context(spec: RunSpec, plan: Plan, rank: int, device: torch.device, stop: StopVote) -> Context:
+    assert spec.batch
+    return Context(
+        rank=rank,
+        world=plan.world,
+        replica=_replica(rank, plan),
+        replicas=plan.replicas,
+        device=device,
+        precision=spec.precision,
+        loss_scale=2.0 ** -(spec.batch.size - 1).bit_length(),
+        scaler=torch.amp.GradScaler(device.type) if spec.precision == "fp16" else None,
+        stop=stop,
+        reseed=seed_everything,
+    )
+
+
+def _logger(run: Run, attempt: int, position: Position, total: int, model: torch.nn.Module) -> JsonlLogger:
+    logger = JsonlLogger()
+    logger.open(run, resume_step=position.step)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    run.record("training", attempt=attempt, start_step=position.step, total_steps=total, parameters=count)
+    return logger
 
 
 def _replica(rank: int, plan: Plan) -> int:
@@ -208,15 +236,6 @@ def _rate(spec: RunSpec, grid: BatchGrid, total: int) -> LearningRate:
     return LearningRate(warmup=steps, total=total, shape=spec.schedule.shape, floor=spec.schedule.floor)
 
 
-def _evaluation(samples: Any, spec: RunSpec, plan: Plan, rank: int) -> Any:
-    if samples is None:
-        return None
-    assert spec.batch and spec.data
-    keys = EvaluationCourse(len(samples), spec.batch.micro_size, _replica(rank, plan), plan.replicas)
-    collate = build(spec.data.collate) if spec.data.collate else None
-    return make_loader(samples, keys, spec.seed, workers=0, start="fork", collate=collate, pin=plan.device == "cuda")
-
-
 def _join(plan: Plan, rank: int, port: int, attempt: int) -> torch.device:
     """Join the process group through the store that the launcher holds; the rank's own device."""
     device = torch.device("cuda", rank) if plan.device == "cuda" else torch.device("cpu")
@@ -231,6 +250,4 @@ def _join(plan: Plan, rank: int, port: int, attempt: int) -> torch.device:
             world_size=plan.world,
             device_id=device if device.type == "cuda" else None,
         )
-    random.seed(0)
-    np.random.seed(0)
     return device

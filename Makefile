@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install check lint test
+.PHONY: quickstart install check lint test
+
+quickstart: install  ## train a small GPT: on the GPUs, or on 2 CPU processes where there are none
+	$(BIN)/mgpu train configs/quickstart.yaml
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -126,9 +126,12 @@ class Run:
     def created_unix(self) -> float:
         """When the run was created, in seconds since 1970; the directory's own time if the events do not tell."""
         try:
-            first = next(read_lines(self.events_path), {}).get("unix")
-            return float(first) if isinstance(first, int | float) else self.path.stat().st_mtime
-        except (OSError, OverflowError):
+            return float(next(read_lines(self.events_path))["unix"])
+        except (OSError, StopIteration, KeyError, TypeError, ValueError, OverflowError):
+            pass
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
             return 0.0
 
     def _last_logged_step(self) -> int:

@@ -17,6 +17,7 @@ from mgpu.runs.states import State
 
 LATEST = "latest"
 _SHOWN = 5
+_ALIKE = 0.6
 
 # `RunStore.list` hides the built-in name inside its class.
 _Runs = list[Run]
@@ -137,12 +138,15 @@ def _ids(runs: _Runs) -> str:
 
 
 def _nearest(reference: str, runs: _Runs) -> str:
-    """The ids that look like `reference`, or else the newest ones."""
-    ids = [run.id for run in runs]
-    near = difflib.get_close_matches(reference, ids, n=3, cutoff=0.6)
-    # A name is much shorter than an id, so it is compared with the beginnings of ids as well.
-    beginnings = {id_[: len(reference)]: id_ for id_ in reversed(ids)}
-    near += [beginnings[word] for word in difflib.get_close_matches(reference, beginnings, n=3, cutoff=0.6)]
-    if near:
-        return f"did you mean {' or '.join(dict.fromkeys(near[:3]))}?"
+    """The ids that look most like `reference`, or else the newest ones."""
+
+    def likeness(run: Run) -> float:
+        # A mistyped name is much shorter than an id: only as much of the id is compared as was typed.
+        return difflib.SequenceMatcher(None, reference, run.id[: len(reference)]).ratio()
+
+    likenesses = {run.id: likeness(run) for run in runs}
+    best = max(likenesses.values(), default=0.0)
+    if best >= _ALIKE:
+        near = [id_ for id_, value in likenesses.items() if value > best - 0.05]
+        return f"did you mean {' or '.join(near[:3])}?"
     return f"the newest: {_ids(runs)}" if runs else "there are none yet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -47,7 +48,32 @@ def write_atomic(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as indented JSON, durably."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, json_text(value, indent=2) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON that any reader takes: NaN and infinities, which JSON lacks, become the texts `nan`, `inf`, `-inf`;
+    half of a surrogate pair (a file name that is no UTF-8) stays an escape."""
+    try:
+        text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_all(handle: int, block: bytes) -> None:
+    """Write the whole of `block`: on a disk that fills up the first write may end early, and the next one raises."""
+    written = os.write(handle, block)
+    while written < len(block):
+        written += os.write(handle, block[written:])
 
 
 def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
@@ -55,13 +81,13 @@ def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> 
 
     A torn last line (a crash in mid-write) is closed off first, so that the new line stays readable.
     """
-    line = (json.dumps(value, ensure_ascii=False) + "\n").encode()
+    line = (json_text(value) + "\n").encode()
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
             line = b"\n" + line
-        os.write(handle, line)
+        write_all(handle, line)
         if durable:
             os.fsync(handle)
     finally:
@@ -88,15 +114,19 @@ class LineTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._inode = 0
 
     def skip_to_end(self) -> None:
         """Leave out what is there already."""
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        if self._path.exists():
+            status = self._path.stat()
+            self._offset, self._inode = status.st_size, status.st_ino
 
     def read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as stream:
+            self._follow(os.fstat(stream.fileno()))
             stream.seek(self._offset)
             block = stream.read()
         whole, newline, _ = block.rpartition(b"\n")
@@ -110,3 +140,9 @@ class LineTail:
             if isinstance(value, dict):
                 found.append(value)
         return found
+
+    def _follow(self, status: os.stat_result) -> None:
+        """A file that was replaced (a resume drops the lines of steps it trains again) goes on from its end."""
+        if self._inode and status.st_ino != self._inode:
+            self._offset = status.st_size
+        self._inode = status.st_ino

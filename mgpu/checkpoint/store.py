@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         _wait()
-        dcp.save(tensors, checkpoint_id=partial, no_dist=alone)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.save(tensors, checkpoint_id=partial, no_dist=alone)
         if rank == 0:
             write_json(partial / "data.json", {"step": step, **data})
             write_json(
@@ -155,7 +158,7 @@ def restore_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
     fresh = {
         name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in stored.items() if name not in own
     }
-    dcp.load({**own, **fresh}, storage_reader=reader, no_dist=True)
+    _load({**own, **fresh}, reader)
     packed = optimizer.state_dict()
     names = _names(model)
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -171,6 +174,13 @@ def restore_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
         if values:
             states[index] = values
     optimizer.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
+
+
+def _load(tensors: dict[str, Tensor], reader: dcp.FileSystemReader) -> None:
+    """Each rank reads for itself; torch warns of that once there is no process group, where nothing else is possible."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def _names(model: nn.Module) -> dict[int, str]:

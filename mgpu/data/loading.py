@@ -64,7 +64,7 @@ class Course(Sampler[list[Key]]):
 
     def shares(self) -> Iterator[Share]:
         """The global batches to come."""
-        position = self.start
+        position = self.grid.settle(self.start)
         while self.epochs is None or position.epoch < self.epochs:
             count = len(self.grid.micro_batches(position.offset))
             runs = self.grid.shares(count, self.replicas)
@@ -73,13 +73,34 @@ class Course(Sampler[list[Key]]):
             position = after
 
     def __iter__(self) -> Iterator[list[Key]]:
+        order = _BlockwiseOrder(self.grid.n, self.seed)
         for share in self.shares():
             epoch = share.position.epoch
-            order = EpochOrder(self.grid.n, self.seed, epoch)
             ranges = self.grid.micro_batches(share.position.offset)
             for index in share.micro_indices:
-                start, stop = ranges[index]
-                yield [(epoch, int(sample)) for sample in order.at(np.arange(start, stop))]
+                yield [(epoch, sample) for sample in order.samples(epoch, *ranges[index])]
+
+
+class _BlockwiseOrder:
+    """The order of an epoch, worked out in blocks: one position costs as much as a thousand."""
+
+    BLOCK = 4096
+
+    def __init__(self, n: int, seed: int) -> None:
+        self._n = n
+        self._seed = seed
+        self._order = EpochOrder(n, seed, 0)
+        self._start = 0
+        self._block: list[int] = []
+
+    def samples(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Sample ids at the positions [start, stop) of `epoch`."""
+        if epoch != self._order.epoch:
+            self._order, self._block = EpochOrder(self._n, self._seed, epoch), []
+        if start < self._start or stop > self._start + len(self._block):
+            end = min(self._n, start + max(self.BLOCK, stop - start))
+            self._start, self._block = start, self._order.at(np.arange(start, end)).tolist()
+        return self._block[start - self._start : stop - self._start]
 
 
 def _start_loader(_worker: int) -> None:

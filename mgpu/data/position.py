@@ -66,6 +66,15 @@ class BatchGrid:
         bounds = [replica * whole + min(replica, rest) for replica in range(replicas + 1)]
         return [range(bounds[replica], bounds[replica + 1]) for replica in range(replicas)]
 
+    def settle(self, position: Position) -> Position:
+        """Where training goes on from `position`: a rest that is too short for this grid is dropped by the last rule.
+
+        A resume with a larger global batch can meet such a rest in the middle of what was a whole batch before.
+        """
+        if self.last == "drop" and self.n - position.offset < self.size <= self.n:
+            return dataclasses.replace(position, epoch=position.epoch + 1, offset=0)
+        return position
+
     def advance(self, position: Position) -> Position:
         """The place after the global batch at `position`; the next epoch when no batch is left in this one."""
         start, stop = self.window(position.offset)

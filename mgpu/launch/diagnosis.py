@@ -15,7 +15,8 @@ from mgpu.runs import Run
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an attempt did not complete. kind: `error`, `killed`, `exit`, `left early`, `unfinished` (stopped as asked)."""
+    """Why an attempt did not complete. kind: `error`, `killed`, `exit`, `left early`, `victim` (a collective failed
+    and no rank says why), `unfinished` (stopped as asked)."""
 
     kind: str
     rank: int | None
@@ -58,7 +59,8 @@ def judge(run: Run, attempt: int, exits: Mapping[int, int], order: Sequence[int]
             victims=tuple(sorted(recorded)),
         )
     if victims:
-        return _of_record(run, attempt, victims[0], [record["rank"] for record in victims[1:]])
+        cause = _of_record(run, attempt, victims[0], [record["rank"] for record in victims[1:]])
+        return dataclasses.replace(cause, kind="victim")
     if "completed" in ends or (_is_script(run) and len(early) == len(exits) > 0):
         return None
     if "stopped" in ends or not exits:

@@ -18,6 +18,7 @@ from mgpu.loggers.console import ConsoleLogger
 from mgpu.runs import Run, State
 
 POLL_SECONDS = 0.1
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 class Front:
@@ -93,20 +94,26 @@ class Front:
 
 
 class _OutputTail:
-    """Whole lines of what rank 0 prints."""
+    """Whole lines of what rank 0 prints, up to the traceback it ends with: the report names the cause, whosever it is."""
 
     def __init__(self, run: Run, attempt: int) -> None:
         self._path = run.log_path(attempt, 0)
+        self._failure = run.failure_path(attempt, 0)
         self._offset = 0
 
     def read(self) -> list[str]:
-        if not self._path.exists():
+        if self._offset == sys.maxsize or not self._path.exists():
             return []
         with self._path.open("rb") as stream:
             stream.seek(self._offset)
             whole, newline, _ = stream.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        return whole.decode(errors="replace").split("\n") if newline else []
+        lines = whole.decode(errors="replace").split("\n") if newline else []
+        # The record is written before the traceback, so that here it is known whose traceback this is.
+        if _TRACEBACK in lines and self._failure.exists():
+            self._offset = sys.maxsize
+            return lines[: lines.index(_TRACEBACK)]
+        return lines
 
 
 def refusals(run: Run) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 from mgpu.errors import EXIT_COMPLETED, EXIT_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, EXIT_SIGNAL_BASE
 from mgpu.files import write_json
 from mgpu.launch.diagnosis import Cause, judge
+from mgpu.launch.link import Link
 from mgpu.plan.plan import Plan
 from mgpu.runs import Run, State
 from mgpu.runs.liveness import this_process
@@ -37,10 +37,10 @@ class Node:
         self.exits: dict[int, int] = {}
         self.order: list[int] = []
         self.asked: int | None = None
+        self.told = False
         self.deadline: float | None = None
         mine, theirs = socket.socketpair()
-        self.link = mine
-        self.stream = mine.makefile("rw", buffering=1, encoding="utf-8")
+        self.link = Link(mine)
         self.spawner = subprocess.Popen(
             [sys.executable, "-m", "mgpu.launch.spawner", str(theirs.fileno()), str(listener)],
             pass_fds=(theirs.fileno(), listener),
@@ -64,7 +64,7 @@ class Node:
         """Run the attempt to its end; returns the exit code."""
         try:
             self._expect("ready")
-            self._send(do="check", run=str(self.run.path))
+            self.link.send(do="check", run=str(self.run.path))
             faults = self._expect("checked")["faults"]
             if faults:
                 write_json(self.run.path / "refused.json", faults)
@@ -76,7 +76,7 @@ class Node:
         return self._tell(judge(self.run, self.attempt, self.exits, self.order), self._step())
 
     def _start(self) -> None:
-        self._send(do="start", run=str(self.run.path), attempt=self.attempt, world=self.plan.world)
+        self.link.send(do="start", run=str(self.run.path), attempt=self.attempt, world=self.plan.world)
         started = self._expect("started")
         self.pids = started["pids"]
         self.run.record(
@@ -95,6 +95,9 @@ class Node:
         while len(self.exits) < self.plan.world:
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 return
+            if self.asked is not None and not self.told:
+                self.told = True
+                self.run.record("stop_asked", attempt=self.attempt, signal=signal.Signals(self.asked).name)
             message = self._receive(timeout=0.2)
             if message is None:
                 continue
@@ -120,7 +123,7 @@ class Node:
         return code
 
     def _outcome(self, cause: Cause | None) -> tuple[State, int]:
-        if self.asked is not None and (cause is None or cause.kind == "unfinished"):
+        if self.asked is not None and (cause is None or cause.kind in ("unfinished", "killed", "victim")):
             if self.asked == signal.SIGUSR1:
                 return State.PREEMPTED, EXIT_PREEMPTED
             return State.INTERRUPTED, EXIT_SIGNAL_BASE + self.asked
@@ -131,10 +134,6 @@ class Node:
     def _step(self) -> int:
         return self.run.last_step
 
-    def _send(self, **command: Any) -> None:
-        self.stream.write(json.dumps(command) + "\n")
-        self.stream.flush()
-
     def _expect(self, kind: str) -> dict[str, Any]:
         while True:
             message = self._receive(timeout=None)
@@ -143,15 +142,10 @@ class Node:
 
     def _receive(self, timeout: float | None) -> dict[str, Any] | None:
         """The next message of the spawner; None when there is none in time."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.link, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                return None
-        line = self.stream.readline()
-        if not line:
-            raise RuntimeError(f"the spawner ended with code {self.spawner.wait()}")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        try:
+            return self.link.receive(timeout)
+        except EOFError:
+            raise RuntimeError(f"the spawner ended with code {self.spawner.wait()}") from None
 
 
 def main(path: str, attempt: int, listener: int) -> int:

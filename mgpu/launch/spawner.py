@@ -1,7 +1,7 @@
 """The warm process that ranks are forked from: it imports torch once, and runs nothing.
 
 Forking from a process that has imported torch is safe as long as it has run no operation; so each start, and each new
-attempt, costs no import. Speaks JSON lines over a socket with the node: `check`, `start`, `end`.
+attempt, costs no import. Answers the node: `check`, `start`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 from multiprocessing.connection import Connection, wait
-from typing import Any, TextIO
+from typing import Any
+
+from mgpu.launch.link import Link
 
 PR_SET_PDEATHSIG = 1
 
@@ -24,47 +26,37 @@ def main(control: int, listener: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    link = socket.socket(fileno=control)
-    stream = link.makefile("rw", buffering=1, encoding="utf-8")
+    link = Link(socket.socket(fileno=control))
     import torch.multiprocessing as mp  # the import this process exists for
 
     import mgpu.train.preflight
     import mgpu.train.worker
 
     port = _host_store(listener)
-    _say(stream, kind="ready")
+    link.send(kind="ready")
     ranks: Any = None
-    waiting: set[int] = set()
+    waiting: dict[int, int] = {}
     while True:
-        sentinels = {process.sentinel: rank for rank, process in enumerate(ranks.processes)} if ranks else {}
-        live = [sentinel for sentinel, rank in sentinels.items() if rank in waiting] if ranks else []
-        for ready in wait([link, *live]):
-            if ready is not link:
-                rank = sentinels[ready]
-                waiting.discard(rank)
+        for ready in [link.fileno()] if link.has_message else wait([link.fileno(), *waiting]):
+            if isinstance(ready, int) and ready in waiting:
+                rank = waiting.pop(ready)
                 ranks.processes[rank].join()
-                _say(stream, kind="exited", rank=rank, code=ranks.processes[rank].exitcode)
+                link.send(kind="exited", rank=rank, code=ranks.processes[rank].exitcode)
                 continue
-            line = stream.readline()
-            if not line:
+            try:
+                command = link.receive()
+            except EOFError:
                 return
-            command = json.loads(line)
+            assert command is not None
             if command["do"] == "check":
-                _say(stream, kind="checked", faults=_check(command["run"]))
-            elif command["do"] == "start":
-                arguments = (command["run"], command["attempt"], port)
-                ranks = mp.start_processes(
-                    mgpu.train.worker.run_rank, args=arguments, nprocs=command["world"], join=False, start_method="fork"
-                )
-                waiting = set(range(command["world"]))
-                _say(stream, kind="started", pids=[process.pid for process in ranks.processes], port=port)
-            else:
-                return
-
-
-def _say(stream: TextIO, **message: Any) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
+                link.send(kind="checked", faults=_check(command["run"]))
+                continue
+            arguments = (command["run"], command["attempt"], port)
+            ranks = mp.start_processes(
+                mgpu.train.worker.run_rank, args=arguments, nprocs=command["world"], join=False, start_method="fork"
+            )
+            waiting = {process.sentinel: rank for rank, process in enumerate(ranks.processes)}
+            link.send(kind="started", pids=[process.pid for process in ranks.processes], port=port)
 
 
 def _host_store(listener: int) -> int:

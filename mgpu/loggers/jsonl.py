@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mgpu.files import write_atomic
+from mgpu.files import json_text, write_all, write_atomic
 from mgpu.loggers.base import Logger, Value
 from mgpu.runs import Run
-
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 class JsonlLogger(Logger):
@@ -36,12 +33,8 @@ class JsonlLogger(Logger):
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         if self._handle is None:
             raise ValueError("log of a metrics file that is not open")
-        row = {"step": step, **values}
-        try:
-            text = _encode(row)
-        except ValueError:
-            text = _encode({name: _as_json(value) for name, value in row.items()})
-        _write_all(self._handle, f"{text}\n".encode())
+        text = json_text({"step": step, **values})
+        write_all(self._handle, f"{text}\n".encode())
 
     def close(self, outcome: str) -> None:
         if self._handle is None:
@@ -51,17 +44,6 @@ class JsonlLogger(Logger):
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _as_json(value: Value) -> Value:
-    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_all(handle: int, line: bytes) -> None:
-    """On a disk that fills up a write may end early: the second try then raises the error that names the cause."""
-    written = os.write(handle, line)
-    while written < len(line):
-        written += os.write(handle, line[written:])
 
 
 def _drop_steps_after(path: Path, step: int) -> None:

@@ -1,0 +1,109 @@
+"""What tests share: a folder with a spec and user code, and the real command run on it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mgpu.runs import Run, RunStore
+from mgpu.spec import parse_value
+
+TOY_SPEC = """\
+model: toy.py:Net
+data:
+  train: toy.py:Data
+  workers: 0
+task: toy.py:Task
+optimizer: {target: torch.optim:AdamW, args: {lr: 1e-2}}
+batch: {size: 4, micro: 1}
+duration: 2 epochs
+clip_norm: 1.0
+devices: cpu:2
+"""
+
+
+class Bench:
+    """A folder with toy.py and toy.yaml; commands run in it as a user would run them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copy(Path(__file__).with_name("toy.py"), folder)
+        (folder / "toy.yaml").write_text(TOY_SPEC)
+
+    def start(self, *arguments, **environment):
+        env = {**os.environ, **environment}
+        return subprocess.Popen(
+            [sys.executable, "-m", "mgpu", *map(str, arguments)],
+            cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+
+    def mgpu(self, *arguments, **environment):
+        with self.start(*arguments, **environment) as process:
+            out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def train(self, *arguments, expect=0, **settings):
+        """Train toy.yaml with `settings` (dots as double underscores); the run, once it ended with `expect`."""
+        sets = [f"--set={name.replace('__', '.')}={json.dumps(value)}" for name, value in settings.items()]
+        done = self.mgpu("train", "toy.yaml", *sets, *arguments)
+        assert done.returncode == expect, done.stderr
+        return self.latest
+
+    @property
+    def store(self):
+        return RunStore(self.folder / "runs")
+
+    @property
+    def latest(self) -> Run:
+        return self.store.find("latest")
+
+    def interrupt(self, process, step, signum=signal.SIGINT, after=0):
+        """Send `signum` once a run beyond the first `after` has logged `step`; the exit code."""
+        deadline = time.monotonic() + 60
+        while len(self.store.list()) <= after or self.latest.last_step < step:
+            assert time.monotonic() < deadline, "the run does not come along"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(signum)
+        process.communicate(timeout=60)
+        return process.returncode
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+
+
+def weights_of(run):
+    """All tensors of the newest checkpoint, by stock torch."""
+    path = max(run.checkpoints.glob("step-*"))
+    reader = dcp.FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in stored.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def spec_text(**changes):
+    """TOY_SPEC with top-level keys replaced (values as YAML text) or removed (None)."""
+    lines = [line for line in TOY_SPEC.splitlines() if line.partition(":")[0] not in changes]
+    if "data" in changes:
+        lines = [line for line in lines if not line.startswith("  ")]
+    lines += [f"{key}: {value}" for key, value in changes.items() if value is not None]
+    assert all(parse_value(str(value)) is not None for value in changes.values() if value is not None)
+    return "\n".join(lines) + "\n"

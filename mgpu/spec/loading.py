@@ -19,6 +19,7 @@ from mgpu.spec.models import NOT_YET, RunSpec
 from mgpu.spec.reader import Document, Key, Mark
 
 _REFERENCE = re.compile(r"\$(?:(\$)|\{(?:(\w+):(?!-))?([A-Za-z_]\w*)(?::-([^}]*))?\})")
+_TOLD_KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): (.*)", re.DOTALL)
 _SECRET = re.compile(r"\$\{secret:([A-Za-z_]\w*)\}")
 _ELSEWHERE = {
     "optimiser": "write optimizer",
@@ -72,7 +73,9 @@ def load_spec(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[
         _override(document, text, environ)
     data = {key: value for key, value in document.data.items() if not key.startswith("x-") and value is not None}
     data.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run")
-    problems = [*document.problems, *_model_problems(data, document.marks, shown)]
+    known = {problem.key for problem in document.problems}
+    found = _model_problems(data, document.marks, shown)
+    problems = [*document.problems, *(problem for problem in found if problem.key not in known)]
     if not problems:
         spec = RunSpec.model_validate(data)
         loaded = LoadedSpec(spec, data, document.marks, shown, path.parent)
@@ -263,10 +266,16 @@ def _of_fault(fault: Any, marks: Mapping[Key, Mark], shown: str) -> Problem:
     if fault["type"] == "extra_forbidden":
         name = str(key[-1])
         known = _fields(key[:-1])
-        hint = _ELSEWHERE.get(name, "") if len(key) == 1 else ""
+        hint = (_ELSEWHERE.get(name, "") or _section_of(name)) if len(key) == 1 else ""
         return _problem(marks, shown, key, "unknown key", hint or suggest(name, known) or "")
     if fault["type"] == "missing":
         return _problem(marks, shown, key, "is missing")
+    if fault["type"] == "string_pattern_mismatch" and key[-1] == "target":
+        return _problem(
+            marks, shown, key, f"{_shown(fault['input'])}: write package.module:attribute or file.py:attribute"
+        )
+    if fault["type"] == "value_error" and (told := _TOLD_KEY.fullmatch(message)):
+        return _problem(marks, shown, (*key, *told[1].split(".")), told[2])
     if fault["type"] != "value_error":
         message = f"{message[0].lower()}{message[1:]}, is {_shown(fault['input'])}"
     return _problem(marks, shown, key, message)
@@ -275,6 +284,11 @@ def _of_fault(fault: Any, marks: Mapping[Key, Mark], shown: str) -> Problem:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _section_of(name: str) -> str:
+    homes = [section for section in RunSpec.model_fields if name in _fields((section,))]
+    return f"it belongs in {homes[0]}: write {homes[0]}.{name}" if homes else ""
 
 
 def _fields(key: Key) -> list[str]:

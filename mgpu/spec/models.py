@@ -234,16 +234,16 @@ class RunSpec(SpecModel):
     def _warmup_fits_duration(self) -> RunSpec:
         warmup, duration = self.schedule.warmup, self.duration
         if warmup and duration and warmup.unit == duration.unit and warmup.count > duration.count:
-            raise ValueError(f"schedule.warmup of {warmup} is longer than duration of {duration}")
+            raise ValueError(f"schedule.warmup: {warmup} is longer than the duration, {duration}")
         return self
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> RunSpec:
         if self.data is not None and self.data.eval is None:
             if self.evaluate.every is not None:
-                raise ValueError("evaluate.every is set but data.eval is not")
+                raise ValueError("evaluate.every: is set, but data.eval is not")
             if self.metrics:
-                raise ValueError("metrics are set but data.eval is not")
+                raise ValueError("metrics: are set, but data.eval is not")
         return self
 
 

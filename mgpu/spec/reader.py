@@ -84,8 +84,8 @@ def read(path: Path, shown: str, substitute: Substitute) -> Document:
 
 def parse(text: str, shown: str, substitute: Substitute) -> Document:
     """The one document in `text`; problems carry the name `shown`."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
@@ -96,8 +96,6 @@ def parse(text: str, shown: str, substitute: Substitute) -> Document:
         raise SpecError([Problem((), message, file=shown, line=line, column=column)]) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SpecError([Problem((), f"not YAML: {error}", file=shown, line=1, column=1)]) from None
-    finally:
-        loader.dispose()
     document = Document()
     if root is None:
         document.problems.append(Problem((), "is empty", file=shown))
@@ -135,6 +133,9 @@ class _Construction:
         self.document.marks.setdefault(key, self.mark(node))
         self.open.append(id(node))
         try:
+            if not isinstance(node, yaml.ScalarNode) and node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
+                self.fault(key, node, f"the tag {node.tag} is not allowed")
+                return None
             if isinstance(node, yaml.MappingNode):
                 return self.mapping(node, key)
             if isinstance(node, yaml.SequenceNode):

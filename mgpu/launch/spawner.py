@@ -30,7 +30,7 @@ def main(control: int, listener: int) -> None:
     import torch.multiprocessing as mp  # the import this process exists for
 
     import mgpu.train.preflight
-    import mgpu.train.worker
+    import mgpu.train.rank
 
     port = _host_store(listener)
     link.send(kind="ready")
@@ -53,7 +53,7 @@ def main(control: int, listener: int) -> None:
                 continue
             arguments = (command["run"], command["attempt"], port)
             ranks = mp.start_processes(
-                mgpu.train.worker.run_rank, args=arguments, nprocs=command["world"], join=False, start_method="fork"
+                mgpu.train.rank.run_rank, args=arguments, nprocs=command["world"], join=False, start_method="fork"
             )
             waiting = {process.sentinel: rank for rank, process in enumerate(ranks.processes)}
             link.send(kind="started", pids=[process.pid for process in ranks.processes], port=port)

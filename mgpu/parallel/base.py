@@ -6,6 +6,7 @@ torch themselves, so that a login node without torch can plan with it.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ class StrategyOptions(BaseModel):
     """Communication library: `auto` is NCCL on GPUs and gloo on CPUs."""
 
 
-class Strategy:
+class Strategy(abc.ABC):
     """How work is split over devices."""
 
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
@@ -119,17 +120,17 @@ class Strategy:
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
 
+    @abc.abstractmethod
     def replicas(self, world: int) -> int:
         """How many whole copies of the model `world` ranks hold; PlanError where the strategy cannot use them."""
-        raise NotImplementedError(f"{type(self).__name__}.replicas")
 
+    @abc.abstractmethod
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
         """Lay `model` (already on the device, weights alike on all ranks) over the ranks."""
-        raise NotImplementedError(f"{type(self).__name__}.build")
 
+    @abc.abstractmethod
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         """Leave the gradient of the global batch in `.grad`: sum of losses over all its units / number of units."""
-        raise NotImplementedError(f"{type(self).__name__}.forward_backward")
 
     def clip(self, trainable: Trainable, max_norm: float | None) -> Tensor:
         """Scale the whole gradient to at most `max_norm`, once; returns its norm before that."""

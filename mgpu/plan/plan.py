@@ -97,7 +97,7 @@ def make_strategy(spec: RunSpec) -> Strategy:
     if name in LATER_STRATEGIES:
         raise PlanError(f"strategy {name} is not available yet", key=key, hint="write ddp or single")
     try:
-        kind = find_plugin("strategy", name, "mgpu.parallel", Strategy)
+        kind = find_plugin("strategy", name, "mgpu.parallel", Strategy)  # type: ignore[type-abstract]
     except UnknownName as error:
         raise PlanError(error.message, key=key, hint=error.hint) from error
     try:

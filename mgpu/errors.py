@@ -9,6 +9,7 @@
     │   ├── PlanError            2   the spec does not fit the hardware
     │   └── RunNotFound          2   no run, or more than one, answers to that name
     ├── DataError                1   the training data cannot be read as the plan needs it
+    ├── DriftError               1   ranks no longer hold the same model
     └── CheckpointError          1   no checkpoint, or a damaged one
 """
 
@@ -101,6 +102,10 @@ class RunNotFound(Refusal):
 
 class DataError(MgpuError):
     """The training data cannot be read as the plan needs it."""
+
+
+class DriftError(MgpuError):
+    """What must be alike on all ranks no longer is."""
 
 
 class CheckpointError(MgpuError):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from mgpu.parallel._batch_norm import RunningStatistics
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -31,6 +33,7 @@ class Context:
     """One rank's surroundings, given to strategies and tasks.
 
     `loss_scale` is a power of two that keeps summed losses near 1 before `backward`; it is taken out again exactly.
+    `exact` asks for the same bits in any layout. `leader`: this rank speaks for its replica, where several share one.
     """
 
     rank: int
@@ -43,6 +46,15 @@ class Context:
     scaler: Any = None
     stop: StopVote = field(default_factory=StopVote)
     reseed: Callable[[int], None] = lambda seed: None
+    exact: bool = False
+    leader: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating-point tensors of a batch are turned into; None leaves them as they are."""
+        import torch
+
+        return torch.float64 if self.precision == "fp64" else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The arithmetic of the forward pass: autocast for bf16 and fp16, nothing else."""
@@ -94,6 +106,10 @@ class Trainable:
     module: nn.Module
     task: Task
     context: Context
+    statistics: RunningStatistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "statistics", RunningStatistics(self.model))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -116,6 +132,10 @@ class Strategy(abc.ABC):
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
     uneven_replicas: ClassVar[bool] = True
     """Whether replicas may run different numbers of micro batches in one step."""
+    replicated: ClassVar[bool] = True
+    """Whether every rank holds the whole model, so that all of it can be compared between ranks."""
+    exact_numerics: ClassVar[bool] = False
+    """Whether the strategy has `numerics: exact`."""
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
@@ -146,7 +166,7 @@ def backward_one(trainable: Trainable, micro_batch: MicroBatch) -> Tensor:
 
     context = trainable.context
     context.reseed(micro_batch.seed)
-    with context.autocast():
+    with context.autocast(), trainable.statistics.of_one_micro_batch():
         loss_sum, units = trainable.task.loss(trainable.module, micro_batch.batch)
     scaled = loss_sum * context.loss_scale
     (context.scaler.scale(scaled) if context.scaler else scaled).backward()

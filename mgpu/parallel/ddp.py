@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from mgpu.parallel import _exact
 from mgpu.parallel.base import (
     Context,
     StepLoss,
@@ -38,12 +39,16 @@ class Ddp(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, weighted by units."""
 
     Options: ClassVar[type[StrategyOptions]] = DdpOptions
+    exact_numerics: ClassVar[bool] = True
 
     def replicas(self, world: int) -> int:
         return world
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
         if context.world == 1:
+            return Trainable(model=model, module=model, task=task, context=context)
+        if context.exact:
+            _share_weights(model)
             return Trainable(model=model, module=model, task=task, context=context)
         from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +58,7 @@ class Ddp(Strategy):
             device_ids=[context.device.index] if context.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mb,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # running statistics are shared by micro batch, and a drift of others is caught
             find_unused_parameters=self.options.unused_parameters,
         )
         if not self.options.unused_parameters:
@@ -64,6 +70,8 @@ class Ddp(Strategy):
         from torch.nn.parallel import DistributedDataParallel
 
         context = trainable.context
+        if context.exact:
+            return _exact.forward_backward(trainable, window)
         overlapped = isinstance(trainable.module, DistributedDataParallel) and min(window.counts) > 0
         mine = window.counts[context.replica]
         sums = torch.zeros(2, dtype=torch.float64, device=context.device)
@@ -76,7 +84,16 @@ class Ddp(Strategy):
             _sum_gradients(trainable)
         averaged_over = context.replicas if overlapped else 1
         scale_gradients(trainable.parameters, averaged_over / (totals.units * context.loss_scale))
+        trainable.statistics.settle(window.counts, context.replica, context.device)
         return totals
+
+
+def _share_weights(model: nn.Module) -> None:
+    """Every rank begins with rank 0's parameters and buffers, as under DistributedDataParallel."""
+    import torch
+
+    for value in (*model.parameters(), *model.buffers()):
+        torch.distributed.broadcast(value.detach(), 0)
 
 
 def _without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -114,6 +114,12 @@ def make_strategy(spec: RunSpec) -> Strategy:
 def make_plan(spec: RunSpec, topology: Topology) -> Plan:
     """Lay `spec` onto the machine; PlanError or SpecError where it does not fit."""
     strategy = make_strategy(spec)
+    if spec.numerics == "exact" and not strategy.exact_numerics:
+        raise PlanError(
+            f"numerics exact is not there for strategy {spec.parallel.strategy}",
+            key=("numerics",),
+            hint="write fast, or strategy ddp or single",
+        )
     micro_batches = spec.batch.size // spec.batch.micro_size if spec.batch else None
     devices = choose_devices(spec.devices, topology, micro_batches)
     world = len(devices.names)
@@ -126,7 +132,7 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         devices=devices.names,
         backend=_backend(strategy.options.backend, devices.kind),
         replicas=replicas,
-        threads=max(1, len(topology.cpus) // world),
+        threads=_threads(spec, topology, world),
         grace=spec.watchdog.grace.seconds,
         size=spec.batch.size if spec.batch else None,
         micro=spec.batch.micro_size if spec.batch else None,
@@ -137,6 +143,13 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         port=port,
         notes=(devices.note,) if devices.note else (),
     )
+
+
+def _threads(spec: RunSpec, topology: Topology, world: int) -> int:
+    """CPU threads a rank. Sums over threads have an order, so `exact` takes a number that no layout changes."""
+    if spec.threads is not None:
+        return spec.threads
+    return 1 if spec.numerics == "exact" else max(1, len(topology.cpus) // world)
 
 
 def _counts(spec: RunSpec, strategy: Strategy, replicas: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class Data(SpecModel):
     """Where samples come from."""
 
     train: BuildTarget
-    """The training data set: an object with `__len__` and `__getitem__`."""
+    """The training data set: an object with `__len__` and `__getitem__`, or an iterable one (torch's IterableDataset)."""
     eval: BuildTarget | None = None
     """The evaluation data set."""
     workers: WholeNumber = Field(default=0, ge=0, le=256)
@@ -50,6 +50,15 @@ class Data(SpecModel):
     """How loader processes are started."""
     collate: BuildTarget | None = None
     """Called with a list of samples, returns a batch (the built object is the function); default: torch's."""
+    sampler: BuildTarget | None = None
+    """Called with the training data set, returns a torch sampler, which gives the order of every epoch in place of mgpu's
+    shuffle. It is listed after seeding from (seed, epoch); one whose order depends on the layout is refused."""
+    sharded: bool = False
+    """An iterable data set that gives each rank (RANK, WORLD_SIZE) and loader worker a part of its own by itself. Default:
+    it gives the same stream to all, and mgpu splits it, so that the layout is no part of the result."""
+    uneven: Literal["use_all", "shortest", "error"] = "use_all"
+    """With `sharded`, where the parts end at different lengths: train on what is left, end the epoch with the shortest
+    part (and say so), or fail naming the lengths."""
 
 
 class Schedule(SpecModel):
@@ -140,6 +149,13 @@ class Restart(SpecModel):
     """How many times a failed run is started again by itself."""
 
 
+class Trace(SpecModel):
+    """What `mgpu verify` reads: each of the first steps in full, in trace/rank-<r>.jsonl."""
+
+    steps: WholeNumber = Field(ge=1)
+    """Record this many steps, then end."""
+
+
 class Log(SpecModel):
     """What is written to metrics.jsonl."""
 
@@ -188,14 +204,16 @@ class RunSpec(SpecModel):
     """The global batch."""
     duration: TrainingSpan | None = None
     """How long to train: `N steps` or `N epochs`."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of the forward pass; parameters stay in fp32."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    """Arithmetic of the forward pass. Parameters stay in fp32, but for fp64, where all is in double precision."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the whole gradient."""
     compile: bool = False
     """Compile the model with torch.compile."""
     numerics: Literal["fast", "exact"] = "fast"
     """`fast` agrees between layouts to rounding; `exact` to the last bit."""
+    threads: WholeNumber | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of each rank. Default: the CPUs shared out over the ranks; under `exact` 1, the same in every layout."""
     devices: DeviceRequest = DeviceRequest("auto")
     """`auto`, a number of GPUs, a list of GPU indices, or `cpu:N`; `auto:N` takes N GPUs, or N CPU processes without GPUs."""
     parallel: Parallel = Parallel()
@@ -210,6 +228,8 @@ class RunSpec(SpecModel):
     """Time limits."""
     log: Log = Log()
     """Logging."""
+    trace: Trace | None = None
+    """Record the first steps in full, then end."""
     loggers: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("console",)
     """Where metrics are shown beside metrics.jsonl."""
     cluster: ClusterSpec = ClusterSpec()
@@ -238,6 +258,12 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _exact_can_be(self) -> RunSpec:
+        if self.numerics == "exact" and self.data is not None and self.data.sharded:
+            raise ValueError("numerics: exact is not possible with data.sharded, where the data depends on the layout")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_data(self) -> RunSpec:
         if self.data is not None and self.data.eval is None:
             if self.evaluate.every is not None:
@@ -248,7 +274,6 @@ class RunSpec(SpecModel):
 
 
 NOT_YET: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("numerics",), "fast"),
     (("compile",), False),
     (("restart", "max"), 0),
     (("watchdog", "hang"), None),

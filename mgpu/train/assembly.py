@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +13,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # forked ranks find it loaded
 
 from mgpu.checkpoint import Checkpointer, Found, restore_state
-from mgpu.data.loading import Course, EvaluationCourse, make_loader
-from mgpu.data.position import BatchGrid, Position
+from mgpu.data.feed import Agreement
+from mgpu.data.position import Position
 from mgpu.data.seeding import seed_everything, weights_seed
-from mgpu.errors import CheckpointError, DataError
+from mgpu.errors import CheckpointError
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import Context, StopVote
 from mgpu.plan import Plan, make_strategy
 from mgpu.runs import Run
-from mgpu.spec import RunSpec, Span, Target
+from mgpu.spec import RunSpec, Target
+from mgpu.train.drift import FrozenSet
+from mgpu.train.feeding import Sources
 from mgpu.train.loop import Training
-from mgpu.train.schedule import LearningRate
+from mgpu.train.schedule import learning_rate, total_steps
 from mgpu.train.targets import build
+from mgpu.train.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -45,24 +50,21 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     """Everything that `seat` trains with; collective over all ranks of the attempt."""
     assert spec.data and spec.model and spec.optimizer and spec.batch and spec.duration
     plan, run = seat.plan, seat.run
+    _fix_kernels(spec)
     seed_everything(weights_seed(spec.seed))
-    train_data = build(spec.data.train, key=("data", "train"))
-    eval_data = build(spec.data.eval, key=("data", "eval")) if spec.data.eval else None
-    grid = BatchGrid(n=len(train_data), size=spec.batch.size, micro=spec.batch.micro_size, last=spec.batch.last)
-    if grid.batches_per_epoch == 0:
-        raise DataError(
-            f"{len(train_data)} samples are fewer than one batch of {spec.batch.size}, and batch.last is drop"
-        )
+    sources = Sources(spec)
     checkpointer = Checkpointer(run.checkpoints, spec.checkpoint.keep)
     found = _newest(run, checkpointer, seat.rank)
-    position = Position.from_json(found.data["position"]) if found else Position()
+    position = sources.grid.settle(Position.from_json(found.data["position"]) if found else Position())
     epochs = spec.duration.count if spec.duration.unit == "epochs" else None
-    course = Course(grid, spec.seed, position, seat.replica, plan.replicas, epochs)
+    device = _device(seat)
     # Loader processes are forked here, before this rank has threads or a device.
-    batches = iter(_loader(train_data, course, spec, plan, spec.data.workers))
-    context = _context(spec, seat, _join(seat))
+    feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), _warn(seat))
+    evaluation = sources.evaluation_feed(seat.replica, plan.replicas, device)
+    _join(seat, device)
+    context = _context(spec, seat, device)
     seed_everything(weights_seed(spec.seed))
-    model = build(spec.model, key=("model",)).to(context.device)
+    model = build(spec.model, key=("model",)).to(device, context.dtype)
     optimizer = _optimizer(spec.optimizer, model)
     if found:
         restore_state(found, model, optimizer)
@@ -70,29 +72,46 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
             context.scaler.load_state_dict(found.data["scaler"])
     strategy = make_strategy(spec)
     trainable = strategy.build(model, build(spec.task, key=("task",)), context)
-    total = spec.duration.count * (grid.batches_per_epoch if epochs else 1)
-    evaluation = None
-    if eval_data is not None:
-        keys = EvaluationCourse(len(eval_data), spec.batch.micro_size, context.replica, plan.replicas)
-        evaluation = _loader(eval_data, keys, spec, plan, workers=0)
+    total = total_steps(spec, sources.steps_per_epoch)
     return Training(
         spec=spec,
         run=run,
         strategy=strategy,
         trainable=trainable,
         optimizer=optimizer,
-        rate=_rate(spec, grid, total),
-        course=course,
-        batches=batches,
+        rate=learning_rate(spec, sources.steps_per_epoch),
+        feed=feed,
         evaluation=evaluation,
-        metrics={
-            name: build(target, key=("metrics", name)).to(context.device) for name, target in spec.metrics.items()
-        },
+        metrics={name: _metric(target, name, device) for name, target in spec.metrics.items()},
         checkpointer=checkpointer,
         logger=_logger(seat, position, total, model) if seat.rank == 0 else None,
         position=position,
         total_steps=total,
+        epochs=epochs,
+        trace=Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None,
+        frozen=FrozenSet(model),
     )
+
+
+def _fix_kernels(spec: RunSpec) -> None:
+    """Under `exact`: only kernels that give the same bits every time, chosen without trying which is faster."""
+    if spec.numerics == "exact":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; without it its sums vary
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _warn(seat: Seat) -> Callable[[str], None]:
+    def warn(text: str) -> None:
+        if seat.rank == 0:
+            seat.run.record("note", text=text)
+
+    return warn
+
+
+def _metric(target: Target, name: str, device: torch.device) -> Any:
+    metric = build(target, key=("metrics", name))
+    return metric.to(device) if hasattr(metric, "to") else metric
 
 
 def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
@@ -102,15 +121,6 @@ def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
     if found is None and checkpointer.steps():
         raise CheckpointError("no checkpoint of this run is whole", hint="the notes above say what is damaged")
     return found
-
-
-def _loader(samples: Any, keys: Any, spec: RunSpec, plan: Plan, workers: int) -> Any:
-    assert spec.data
-    collate = build(spec.data.collate) if spec.data.collate else None
-    pin = plan.device == "cuda"
-    return make_loader(
-        samples, keys, spec.seed, workers=workers, start=spec.data.start, collate=collate, pin=pin
-    )  # fmt: skip
 
 
 def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
@@ -126,10 +136,12 @@ def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
         scaler=torch.amp.GradScaler(device.type) if spec.precision == "fp16" else None,
         stop=seat.stop,
         reseed=seed_everything,
+        exact=spec.numerics == "exact",
+        leader=seat.rank % (seat.plan.world // seat.plan.replicas) == 0,
     )
 
 
-def _logger(seat: Seat, position: Position, total: int, model: torch.nn.Module) -> JsonlLogger:
+def _logger(seat: Seat, position: Position, total: int | None, model: torch.nn.Module) -> JsonlLogger:
     logger = JsonlLogger()
     logger.open(seat.run, resume_step=position.step)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -145,16 +157,13 @@ def _optimizer(target: Target, model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _rate(spec: RunSpec, grid: BatchGrid, total: int) -> LearningRate:
-    warmup: Span | None = spec.schedule.warmup
-    steps = 0 if warmup is None else warmup.count * (grid.batches_per_epoch if warmup.unit == "epochs" else 1)
-    return LearningRate(warmup=steps, total=total, shape=spec.schedule.shape, floor=spec.schedule.floor)
+def _device(seat: Seat) -> torch.device:
+    return torch.device("cuda", seat.rank) if seat.plan.device == "cuda" else torch.device("cpu")
 
 
-def _join(seat: Seat) -> torch.device:
-    """Join the process group through the store that the launcher holds; the rank's own device."""
+def _join(seat: Seat, device: torch.device) -> None:
+    """Join the process group through the store that the launcher holds."""
     plan = seat.plan
-    device = torch.device("cuda", seat.rank) if plan.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if plan.world > 1:
@@ -166,4 +175,3 @@ def _join(seat: Seat) -> torch.device:
             world_size=plan.world,
             device_id=device if device.type == "cuda" else None,
         )
-    return device

@@ -19,15 +19,19 @@ from typing import Any
 import torch
 
 from mgpu.checkpoint import Checkpointer, gather_state
-from mgpu.data.loading import Course, Share, to_device
+from mgpu.data.feed import Feed, Turn
+from mgpu.data.loading import to_device
 from mgpu.data.position import Position
 from mgpu.data.seeding import micro_batch_seed
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, Span
+from mgpu.train.drift import FrozenSet, check_alike
 from mgpu.train.evaluation import evaluate
+from mgpu.train.feeding import EvaluationFeed
 from mgpu.train.schedule import LearningRate
+from mgpu.train.trace import Trace
 
 
 @dataclass
@@ -40,28 +44,32 @@ class Training:
     trainable: Trainable
     optimizer: torch.optim.Optimizer
     rate: LearningRate
-    course: Course
-    batches: Iterator[Any]
-    evaluation: Any
+    feed: Feed
+    evaluation: EvaluationFeed | None
     metrics: dict[str, Any]
     checkpointer: Checkpointer
     logger: JsonlLogger | None
     position: Position
-    total_steps: int
+    total_steps: int | None
+    epochs: int | None
+    trace: Trace | None
+    frozen: FrozenSet
 
     def run_to_end(self) -> bool:
         """Train to the end, or to an agreed stop; True if the training is complete."""
         clock = Clock()
         self.trainable.module.train()
-        for share in self.course.shares():
-            if self.position.step >= self.total_steps:
-                break
-            totals = self.strategy.forward_backward(self.trainable, self._window(share))
-            norm, stepped = self._step()
-            before, self.position = self.position, share.after.stepped(self.position.step + stepped)
+        started_at = self.position.step
+        for turn in [] if self._is_last(self.position) else self.feed.turns():
+            self.frozen.check(self.position.step)
+            totals = self.strategy.forward_backward(self.trainable, self._window(turn))
+            norm, stepped = self._step(totals)
+            before, self.position = self.position, turn.after.stepped(self.position.step + stepped)
             done = self._is_last(self.position)
             if stepped and (done or self.position.step % self.spec.log.every == 0):
                 self._log(totals, norm, clock)
+            if stepped and self.position.step == started_at + 1:
+                self._check_alike()
             if not done and self._due(self.spec.evaluate.every, before):
                 self._evaluate()
             if not done and self._due(self.spec.checkpoint.every, before, clock):
@@ -69,25 +77,29 @@ class Training:
             if float(totals.stop_votes) > 0 and not done:
                 self.save()
                 return False
+            if done:
+                break
         self._evaluate()
         self.save()
         return True
 
-    def _window(self, share: Share) -> Window:
+    def _window(self, turn: Turn) -> Window:
         context, seed = self.trainable.context, self.spec.seed
 
         def micro_batches() -> Iterator[MicroBatch]:
-            for index in share.micro_indices:
-                batch = to_device(next(self.batches), context.device)
-                yield MicroBatch(micro_batch_seed(seed, share.position.batches, index), batch)
+            for index, batch in self.trace.watch(turn) if self.trace else turn.micro_batches:
+                placed = to_device(batch, context.device, context.dtype)
+                yield MicroBatch(micro_batch_seed(seed, turn.position.batches, index), placed)
 
-        return Window(micro_batches(), share.counts)
+        return Window(micro_batches(), turn.counts)
 
-    def _step(self) -> tuple[torch.Tensor, bool]:
+    def _step(self, totals: StepLoss) -> tuple[torch.Tensor, bool]:
         """Clip and step. With fp16, a gradient that overflowed is skipped: no step is counted."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.rate.factor(self.position.step)
         scaler = self.trainable.context.scaler
+        if self.trace:
+            self.trace.before_step(self.trainable.model, scaler.get_scale() if scaler else 1.0)
         if scaler is None:
             norm = self.strategy.clip(self.trainable, self.spec.clip_norm)
             self.optimizer.step()
@@ -100,12 +112,21 @@ class Training:
             scaler.update()
             stepped = scaler.get_scale() >= scale
         self.optimizer.zero_grad(set_to_none=True)
+        if self.trace and stepped:
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self.trace.after_step(self.position.step + 1, self.trainable.model, totals, norm, rates)
         return norm, stepped
 
     def _is_last(self, position: Position) -> bool:
-        return position.step >= self.total_steps or (
-            self.course.epochs is not None and position.epoch >= self.course.epochs
+        return (
+            (self.total_steps is not None and position.step >= self.total_steps)
+            or (self.epochs is not None and position.epoch >= self.epochs)
+            or (self.trace is not None and position.step >= self.trace.steps)
         )
+
+    def _check_alike(self) -> None:
+        if self.strategy.replicated:
+            check_alike(self.trainable.model, self.trainable.context, self.position.step)
 
     def _due(self, every: Span | None, before: Position, clock: Clock | None = None) -> bool:
         """Whether a span of training ended with this step. Time is rank 0's, so that all ranks agree."""
@@ -147,6 +168,7 @@ class Training:
 
     def save(self) -> None:
         """A checkpoint of this step, by all ranks together."""
+        self._check_alike()
         started = time.monotonic()
         tensors, plain = gather_state(self.trainable.model, self.optimizer)
         scaler = self.trainable.context.scaler

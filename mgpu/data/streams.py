@@ -25,6 +25,17 @@ class Part(NamedTuple):
     last: bool
 
 
+class FirstSamples(IterableDataset[Any]):
+    """The beginning of a stream."""
+
+    def __init__(self, samples: Any, count: int) -> None:
+        self.samples = samples
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.samples), self.count)
+
+
 class WholeStream(IterableDataset[Any]):
     """A stream that every replica and every loader worker goes through from its start, each keeping its own share.
 

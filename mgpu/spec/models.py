@@ -153,7 +153,9 @@ class Trace(SpecModel):
     """What `mgpu verify` reads: each of the first steps in full, in trace/rank-<r>.jsonl."""
 
     steps: WholeNumber = Field(ge=1)
-    """Record this many steps, then end."""
+    """Record this many steps, then end; nothing is evaluated or saved."""
+    samples: WholeNumber | None = Field(default=None, ge=1)
+    """Go through only so many samples an epoch, so that the end of an epoch is among the steps."""
 
 
 class Log(SpecModel):

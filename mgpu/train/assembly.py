@@ -56,7 +56,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     checkpointer = Checkpointer(run.checkpoints, spec.checkpoint.keep)
     found = _newest(run, checkpointer, seat.rank)
     position = sources.grid.settle(Position.from_json(found.data["position"]) if found else Position())
-    epochs = spec.duration.count if spec.duration.unit == "epochs" else None
+    epochs = spec.duration.count if spec.duration.unit == "epochs" and not spec.trace else None
     device = _device(seat)
     # Loader processes are forked here, before this rank has threads or a device.
     feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), _warn(seat))
@@ -71,7 +71,9 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         if context.scaler is not None and found.data.get("scaler"):
             context.scaler.load_state_dict(found.data["scaler"])
     strategy = make_strategy(spec)
-    trainable = strategy.build(model, build(spec.task, key=("task",)), context)
+    task = build(spec.task, key=("task",))
+    trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
+    trainable = strategy.build(model, trace.listen(task) if trace else task, context)
     total = total_steps(spec, sources.steps_per_epoch)
     return Training(
         spec=spec,
@@ -88,7 +90,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         position=position,
         total_steps=total,
         epochs=epochs,
-        trace=Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None,
+        trace=trace,
         frozen=FrozenSet(model),
     )
 

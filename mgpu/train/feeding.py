@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from mgpu.data.feed import Agreement, Feed, IndexedFeed, SplitFeed, StreamFeed
 from mgpu.data.loading import Course, EvaluationCourse, make_loader, make_stream_loader
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.sampling import SampleOrder, SamplerOrder, ShuffledOrder, why_not_layout_free
-from mgpu.data.streams import EvaluationStream, OwnStream, WholeStream
+from mgpu.data.streams import EvaluationStream, FirstSamples, OwnStream, WholeStream
 from mgpu.errors import DataError
 from mgpu.spec import RunSpec
 from mgpu.train.targets import build
@@ -32,9 +33,16 @@ class Sources:
         self.evaluation = build(spec.data.eval, key=("data", "eval")) if spec.data.eval else None
         self.order = self._order() if is_indexed(self.train) else None
         n = self.order.n if self.order else len(self.train) if hasattr(self.train, "__len__") else 0
-        self.grid = BatchGrid(n=n, size=spec.batch.size, micro=spec.batch.micro_size, last=spec.batch.last)
-        if n and self.grid.batches_per_epoch == 0:
+        whole = BatchGrid(n=n, size=spec.batch.size, micro=spec.batch.micro_size, last=spec.batch.last)
+        if n and whole.batches_per_epoch == 0:
             raise DataError(f"{n} samples are fewer than one batch of {spec.batch.size}, and batch.last is drop")
+        self.steps_per_epoch = whole.batches_per_epoch if n else None
+        """None where the length of the data is not known beforehand."""
+        self.grid = whole
+        if spec.trace and spec.trace.samples:
+            self.grid = dataclasses.replace(whole, n=min(n or spec.trace.samples, spec.trace.samples))
+            if self.order is None:
+                self.train = FirstSamples(self.train, spec.trace.samples)
 
     def _order(self) -> SampleOrder:
         if self.data.sampler is None:
@@ -44,11 +52,6 @@ class Sources:
         if reason:
             raise DataError(f"data.sampler: {reason}")
         return SamplerOrder(sampler, self.spec.seed)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """None where the length of the data is not known beforehand."""
-        return self.grid.batches_per_epoch if self.grid.n else None
 
     def feed(self, start: Position, epochs: int | None, agreement: Agreement, warn: Callable[[str], None]) -> Feed:
         """What this replica trains on from `start`. Its loader processes are started here."""

@@ -79,8 +79,9 @@ class Training:
                 return False
             if done:
                 break
-        self._evaluate()
-        self.save()
+        if self.trace is None:
+            self._evaluate()
+            self.save()
         return True
 
     def _window(self, turn: Turn) -> Window:

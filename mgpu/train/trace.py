@@ -22,7 +22,8 @@ CHUNK = 1 << 20
 class Trace:
     """Writes one line a step to trace/rank-<r>.jsonl.
 
-    `micro`: [index, sample ids, hash of the batch] of each micro batch of this rank. `gradients` and `parameters`, by name:
+    `micro`: [index, sample ids, hash of the batch] of each micro batch of this rank; `losses`: what its task said of each,
+    [sum, units], in the order it was asked. `gradients` and `parameters`, by name:
     `digest` of what the rank holds after the step (gradients before clipping).
     """
 
@@ -32,7 +33,20 @@ class Trace:
         self._path.unlink(missing_ok=True)
         self.steps = steps
         self._micro: list[tuple[int, list[int], str]] = []
+        self._losses: list[list[float]] = []
         self._gradients: dict[str, list[float]] = {}
+
+    def listen(self, task: Any) -> Any:
+        """`task`, with every answer of its `loss` noted."""
+        answer = task.loss
+
+        def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
+            loss_sum, units = answer(model, batch)
+            self._losses.append([float(loss_sum.detach()), float(units)])
+            return loss_sum, units
+
+        task.loss = loss
+        return task
 
     def watch(self, turn: Turn) -> Iterator[tuple[int, Any]]:
         """The micro batches of `turn`, noted as they pass."""
@@ -53,6 +67,7 @@ class Trace:
         line = {
             "step": step,
             "micro": self._micro,
+            "losses": self._losses,
             "loss": float(totals.loss_sum / totals.units),
             "units": float(totals.units),
             "grad_norm": float(norm),
@@ -61,7 +76,7 @@ class Trace:
             "parameters": {name: digest(parameter) for name, parameter in model.named_parameters()},
         }
         append_line(self._path, line)
-        self._micro, self._gradients = [], {}
+        self._micro, self._losses, self._gradients = [], [], {}
 
 
 def content(batch: Any) -> str:

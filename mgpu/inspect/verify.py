@@ -133,7 +133,7 @@ class Yardstick:
         """For the gradient or the parameter `name` after step number `index`."""
         if self._exact:
             return 0.0
-        values = getattr(self._steps[index], kind)
+        values: dict[str, list[float]] = getattr(self._steps[index], kind)
         largest = max(value[0] for value in values.values())
         own = values[name][0] if name in values else 0.0
         return LENIENCE * self._apart[kind][index].get(name, 0.0) + self._floor * (own + 1e-2 * largest)

@@ -39,20 +39,28 @@ class RunningStatistics:
     @contextlib.contextmanager
     def of_one_micro_batch(self) -> Iterator[None]:
         """Around a forward pass: the running statistics stay as they were, those of this micro batch are caught."""
+        import torch
+
         if not self._modules:
             yield
             return
-        before = [(module.momentum, *_copies(module)) for module in self._modules]
+        before = [
+            (module.momentum, module.running_mean, module.running_var, module.num_batches_tracked.clone())
+            for module in self._modules
+        ]
         self._passing = [[] for _ in self._modules]
         for module in self._modules:
+            # Tensors of their own: backward looks at those that the forward pass was given, so they must stay unchanged.
+            module.running_mean, module.running_var = (
+                torch.zeros_like(module.running_mean),
+                torch.ones_like(module.running_var),
+            )
             module.momentum = 1.0  # running = 0 * running + 1 * batch: what is left is the batch's own
         try:
             yield
         finally:
             for module, (momentum, mean, variance, tracked) in zip(self._modules, before, strict=True):
-                module.momentum = momentum
-                module.running_mean.copy_(mean)
-                module.running_var.copy_(variance)
+                module.momentum, module.running_mean, module.running_var = momentum, mean, variance
                 module.num_batches_tracked.copy_(tracked)
             self._caught.append(self._passing)
             self._passing = None
@@ -77,10 +85,6 @@ class RunningStatistics:
             if len(counts) > 1:
                 torch.distributed.all_reduce(table)  # one rank's number and zeros: exact in any order
             _apply(module, table.view(-1, width))
-
-
-def _copies(module: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return module.running_mean.clone(), module.running_var.clone(), module.num_batches_tracked.clone()
 
 
 def _apply(module: Any, table: Tensor) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -47,8 +48,8 @@ class Ddp(Strategy):
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
         if context.world == 1:
             return Trainable(model=model, module=model, task=task, context=context)
+        _share_weights(model)
         if context.exact:
-            _share_weights(model)
             return Trainable(model=model, module=model, task=task, context=context)
         from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +59,7 @@ class Ddp(Strategy):
             device_ids=[context.device.index] if context.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mb,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # running statistics are shared by micro batch, and a drift of others is caught
+            **_without_buffer_broadcasts(),
             find_unused_parameters=self.options.unused_parameters,
         )
         if not self.options.unused_parameters:
@@ -86,6 +87,14 @@ class Ddp(Strategy):
         scale_gradients(trainable.parameters, averaged_over / (totals.units * context.loss_scale))
         trainable.statistics.settle(window.counts, context.replica, context.device)
         return totals
+
+
+def _without_buffer_broadcasts() -> dict[str, Any]:
+    """Running statistics are shared by micro batch, and a drift of other buffers is caught: none are sent at each forward."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    names = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
 def _share_weights(model: nn.Module) -> None:

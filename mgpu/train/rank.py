@@ -18,6 +18,7 @@ from types import FrameType
 
 import torch
 
+from mgpu.errors import MgpuError
 from mgpu.files import write_json
 from mgpu.parallel.base import StopVote
 from mgpu.plan import Plan
@@ -92,7 +93,7 @@ def write_failure(path: Path, error: BaseException, rank: int) -> None:
     record = {
         "rank": rank,
         "type": type(error).__name__,
-        "message": str(error),
+        "message": "; ".join(error.lines()) if isinstance(error, MgpuError) else str(error),
         "place": f"{place.filename}:{place.lineno} in {place.name}" if place else "",
         "victim": in_torch and isinstance(error, RuntimeError),
         "monotonic_ns": time.monotonic_ns(),

@@ -141,11 +141,15 @@ def square(block: Block, columns: list[int]) -> tuple[tuple[str, ...], ...]:
         if cells[gpu][gpu] not in (None, "X"):
             raise TopologyError(f"row GPU{gpu} says {cells[gpu][gpu]} where its own X belongs", hint=_HINT)
         cells[gpu][gpu] = "X"
-    whole = tuple(tuple(cells[row][column] or cells[column][row] or "" for column in range(count)) for row in range(count))
+    whole = tuple(
+        tuple(cells[row][column] or cells[column][row] or "" for column in range(count)) for row in range(count)
+    )
     missing = [(row, column) for row in range(count) for column in range(row) if not whole[row][column]]
     if missing:
         lost = [f"GPU{gpu}" for gpu in range(count) if gpu not in block.rows]
-        shown = ", ".join(f"GPU{column}-GPU{row}" for row, column in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        shown = ", ".join(f"GPU{column}-GPU{row}" for row, column in missing[:3]) + (
+            ", ..." if len(missing) > 3 else ""
+        )
         rows = f"; no row of {', '.join(lost)}" if lost else ""
         raise TopologyError(
             f"incomplete matrix of {count} GPUs: {len(missing)} links are missing ({shown}){rows}",

@@ -56,7 +56,8 @@ class Driver:
             self.ask("nvmlShutdown", default=None)
 
     def _read(self) -> Topology:
-        devices, notes = [], []
+        devices: list[_Device] = []
+        notes: list[str] = []
         for index in range(self.nvml.nvmlDeviceGetCount()):
             handle = self.ask("nvmlDeviceGetHandleByIndex", index, default=None)
             if handle is None:
@@ -115,7 +116,7 @@ class Driver:
     def _instances(self, handle: Any, gpu: Gpu) -> tuple[Gpu, ...]:
         if not self._mig(handle):
             return ()
-        found = []
+        found: list[Gpu] = []
         for place in range(self.ask("nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
             instance = self.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place, default=None)
             if instance is None:

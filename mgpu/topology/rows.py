@@ -15,7 +15,20 @@ from dataclasses import dataclass
 from mgpu.errors import TopologyError
 from mgpu.topology.cpulist import LIST, parse_list
 
-LINK_WORDS = ("NODE", "SYS", "SOC", "PHB", "PXB", "PIX", "PSB", "INTE", r"NV\d{1,3}", r"IX\d{1,3}", r"MX\d{1,3}", r"MT\d{1,3}")
+LINK_WORDS = (
+    "NODE",
+    "SYS",
+    "SOC",
+    "PHB",
+    "PXB",
+    "PIX",
+    "PSB",
+    "INTE",
+    r"NV\d{1,3}",
+    r"IX\d{1,3}",
+    r"MX\d{1,3}",
+    r"MT\d{1,3}",
+)
 P2P_WORDS = ("CNS", "GNS", "TNS", "NS", "OK", "DR", "U")
 AFFINITIES = {"cpuaffinity": "cpu", "numaaffinity": "numa", "gpunumaid": "id"}
 NOTHING = ("", "N/A", "NA", "n/a")

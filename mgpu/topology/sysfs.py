@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +74,7 @@ def path_class(first: Sequence[str], second: Sequence[str], same_node: bool) -> 
     Two ports of one switch have its upstream port in common and one downstream port each (nvidia-smi's PIX); with more
     between them it is PXB; with only the root complex in common PHB; else NODE or SYS.
     """
-    common = len(os.path.commonprefix([list(first), list(second)]))
+    common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     if common == 0:
         return "NODE" if same_node else "SYS"
     if common == 1:
@@ -88,7 +88,9 @@ def pci_path(link: Path) -> tuple[str, ...]:
         parts = link.resolve(strict=True).parts
     except OSError:
         return ()
-    start = next((place for place, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
+    start = next(
+        (place for place, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None
+    )
     return parts[start:] if start is not None else ()
 
 

@@ -12,7 +12,9 @@ from mgpu.topology.rows import cpu_cell, node_cell, read_affinity
 from mgpu.topology.values import Gpu, Nic, NumaNode, Topology
 
 _ESCAPES = re.compile(r"(?:\x1b|\^\[|\\033|\\e|\\x1b)?\[\d{0,3}(?:;\d{1,3})*m|\x1b\[[\d;]{0,20}[A-Za-z]")
-_BLANKS = str.maketrans({"\u00a0": " ", "\u2007": " ", "\u202f": " ", "\u2003": " ", "\u200b": "", "\ufeff": "", "\x00": ""})
+_BLANKS = str.maketrans(
+    {"\u00a0": " ", "\u2007": " ", "\u202f": " ", "\u2003": " ", "\u200b": "", "\ufeff": "", "\x00": ""}
+)
 _NIC_NAME = re.compile(r"\W*NIC(\d{1,3}):\s*([\w.-]+)\s*$")
 _NAME = re.compile(r"\W*GPU (\d{1,3}): (.{1,80}?) \(UUID: ([\w-]+)\)")
 _CSV_NAME = re.compile(r"\s*(\d{1,3}), ([^,]{1,80}), (\d{1,9}) MiB")
@@ -133,7 +135,7 @@ def _names(lines: list[str]) -> dict[int, tuple[str, str, int]]:
 def _nics(block: Block, columns: list[int], lines: list[str]) -> tuple[Nic, ...]:
     widest = max(len(row.cells) for row in block.rows.values())
     legend = {f"NIC{found[1]}": found[2] for line in lines if (found := _NIC_NAME.match(line))}
-    nics = []
+    nics: list[Nic] = []
     for column in range(widest):
         if column in columns:
             continue
@@ -150,7 +152,7 @@ def _about(topology: Topology, lines: list[str]) -> list[str]:
     legend = read_legend(lines)
     fabric = any(links.bond(kind) for row in topology.links for kind in row)
     short_legend = {"SYS", "PIX"} <= legend and not any("#" in word for word in legend)
-    if not fabric and (short_legend or any(_PCI_ONLY.search(line) for line in lines) or ({"SYS", "PIX"} <= legend and not any("#" in word for word in legend))):
+    if not fabric and (short_legend or any(_PCI_ONLY.search(line) for line in lines)):
         notes.append("PCI-only matrix: it does not show NVLink (nvidia-smi topo -m would)")
     known = {*links.PCI_CLASSES, *links.OTHER_CLASSES, "X"}
     strange = sorted({kind for row in topology.links for kind in row if kind} - known)

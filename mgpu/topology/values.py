@@ -118,9 +118,7 @@ class Topology:
 
     def strength(self, first: int, second: int) -> float:
         """The rank of the link between two positions: larger is better."""
-        return links.strength(
-            self.link(first, second), self.gpus[first].name, refused=self.refused(first, second)
-        )
+        return links.strength(self.link(first, second), self.gpus[first].name, refused=self.refused(first, second))
 
     def bandwidth(self, first: int, second: int) -> float:
         """Estimated GB/s between two positions, one direction; 0 where unknown."""
@@ -149,6 +147,7 @@ class Topology:
             links=cut(self.links),
             p2p=cut(self.p2p),
             nics=tuple(
-                dataclasses.replace(nic, links=tuple(nic.links[position] for position in positions)) for nic in self.nics
+                dataclasses.replace(nic, links=tuple(nic.links[position] for position in positions))
+                for nic in self.nics
             ),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mgpu.errors import TopologyError
@@ -52,6 +53,7 @@ def pick(topology: Topology, count: int, *, inner: int = 1) -> Placement:
         raise TopologyError(f"{count} GPUs do not divide into groups of {inner}")
     scale = Scale(topology, inner)
     everyone = tuple(range(total))
+    candidates: Iterator[tuple[int, ...]]
     exact = total <= EXACT_UP_TO or math.comb(total, count) * _rings(count) <= _MOST_RINGS
     if exact:
         candidates, bound = itertools.combinations(everyone, count), 0

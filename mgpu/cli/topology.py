@@ -21,7 +21,7 @@ GIB = 1024**3
 def register(app: typer.Typer) -> None:
     """Add the command of this file to `app`."""
     app.command(
-        epilog="Example:  mgpu topo --pick 4  ·  nvidia-smi topo -m | mgpu topo --file -  ·  mgpu topo --on dgx-h100 --svg box.svg"
+        epilog="Example:  mgpu topo --pick 4  ·  nvidia-smi topo -m | mgpu topo --file -  ·  mgpu topo --on dgx-h100 --svg m.svg"
     )(topo)
 
 

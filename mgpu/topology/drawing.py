@@ -132,7 +132,7 @@ def _between_sockets(topology: Topology, plan: Layout) -> list[str]:
     """The link between neighbouring CPUs, which every SYS path crosses."""
     y = places.CPU_TOP + places.CPU_HEIGHT / 2
     found = []
-    for left, right in itertools.pairwise(plan.sockets):
+    for left, right in itertools.pairwise(socket for socket in plan.sockets if socket.domain is not None):
         start, end = left.x + left.width - places.PAD, right.x + places.PAD
         found.append(_line(start, y, end, y, 4, "#829ab1"))
         found.append(_text((start + end) / 2, y - 8, "SYS", size=10, fill=_QUIET, anchor="middle"))
@@ -141,18 +141,17 @@ def _between_sockets(topology: Topology, plan: Layout) -> list[str]:
 
 def _gpu(topology: Topology, plan: Layout, position: int, chosen: Sequence[int]) -> str:
     gpu = topology.gpus[position]
-    x, y = plan.gpu_x[position], plan.gpu_top
     mine = position in chosen
-    memory = f"{gpu.memory / GIB:.0f} GiB" if gpu.memory else ""
-    under = "in use" if gpu.busy else memory
-    mark = _CHOSEN if mine else "#3e7b27"
-    box = _box(
-        x, y, places.GPU_WIDTH, GPU_HEIGHT, "#ffe8dc" if mine else "#e3f6d8", mark, f"GPU{gpu.index}", under, size=15
-    )
-    rank = _text(
-        x + places.GPU_WIDTH - 6, y + 14, f"rank {list(chosen).index(position)}", size=9, fill=mark, anchor="end"
-    )
-    return box + (rank if mine else "")
+    under = [
+        f"rank {list(chosen).index(position)}" if mine else "",
+        f"{gpu.memory / GIB:.0f} GiB" if gpu.memory else "",
+        "in use" if gpu.busy else "",
+    ]
+    fill, edge = ("#ffe8dc", _CHOSEN) if mine else ("#e3f6d8", "#3e7b27")
+    return _box(
+        plan.gpu_x[position], plan.gpu_top, places.GPU_WIDTH, GPU_HEIGHT, fill, edge, f"GPU{gpu.index}",
+        " ".join(part for part in under if part), size=15,
+    )  # fmt: skip
 
 
 def _fabric(topology: Topology, plan: Layout) -> tuple[list[str], float]:
@@ -166,10 +165,15 @@ def _fabric(topology: Topology, plan: Layout) -> tuple[list[str], float]:
         return _bar(topology, plan, base)
     if joined:
         return _arcs(topology, plan, base, joined)
-    told = [links.normal(kind) for kind in kinds if kind]
-    order = sorted(told, key=links.strength, reverse=True)
-    caption = f"between GPUs: {', '.join(order)} (no NVLink)" if order else ""
-    return ([_text(places.PAD * 2, base + 32, caption, size=11, fill=_QUIET)] if caption else []), base + 30
+    order = sorted({links.normal(kind) for kind in kinds if kind}, key=links.strength, reverse=True)
+    if not order:
+        return [], base + 14
+    caption = f"between GPUs: {', '.join(order)} (no NVLink)"
+    best = [(a, b) for a, b in pairs if links.normal(topology.link(a, b) or "") == order[0]]
+    if len(order) == 1 or order[0] in places.ON_SWITCH or len(best) > len(topology.gpus):
+        return [_text(places.PAD * 2, base + 32, caption, size=11, fill=_QUIET)], base + 32
+    arcs, lowest = _arcs(topology, plan, base, best)
+    return [*arcs, _text(places.PAD * 2, lowest + 20, caption, size=11, fill=_QUIET)], lowest + 20
 
 
 def _bar(topology: Topology, plan: Layout, base: float) -> tuple[list[str], float]:
@@ -193,7 +197,8 @@ def _arcs(topology: Topology, plan: Layout, base: float, joined: list[tuple[int,
     for a, b in sorted(joined, key=lambda pair: -abs(plan.gpu_x[pair[0]] - plan.gpu_x[pair[1]])):
         start, end = plan.gpu_x[a] + places.GPU_WIDTH / 2, plan.gpu_x[b] + places.GPU_WIDTH / 2
         depth = 30 + abs(end - start) * 0.28
-        color = _FABRIC[min(strengths.index(topology.strength(a, b)), len(_FABRIC) - 1)]
+        shade = _FABRIC if links.is_fabric(topology.link(a, b)) else (_QUIET,)
+        color = shade[min(strengths.index(topology.strength(a, b)), len(shade) - 1)]
         width = _wide(topology.bandwidth(a, b))
         curves.append(
             f"<path d='M {start:.0f} {base} C {start:.0f} {base + depth:.0f}, {end:.0f} {base + depth:.0f}, {end:.0f} {base}' "
@@ -212,7 +217,7 @@ def _notes(topology: Topology, top: float, width: float) -> tuple[list[str], flo
     for place, text in enumerate(warnings(topology)[:6]):
         short = text if len(text) <= letters else f"{text[: letters - 1]}…"
         found.append(_text(places.PAD, top + place * 17, f"! {short}", size=11, fill="#9c2c0a"))
-    return found, top + len(found) * 17
+    return found, top + len(found) * 17 - (0 if found else 14)
 
 
 def _wide(rate: float) -> float:

@@ -12,7 +12,7 @@ GPU_WIDTH, GPU_GAP, PAD = 96, 16, 18
 NIC_HEIGHT, NIC_COLUMN = 20, 122
 CPU_TOP, CPU_HEIGHT = 64, 46
 SWITCH_TOP, SWITCH_HEIGHT = 146, 22
-_ON_SWITCH = ("PIX", "PXB", "PSB", "INTE")
+ON_SWITCH = ("PIX", "PXB", "PSB", "INTE")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _sockets(topology: Topology) -> list[Socket]:
         if topology.domain(position) not in domains:
             domains.append(topology.domain(position))
     domains.extend(node.id for node in topology.numa if node.cpus and node.id not in domains and None not in domains)
-    domains.sort(key=lambda domain: domain if isinstance(domain, int) else -1)
+    domains.sort(key=lambda domain: (domain is None, domain if isinstance(domain, int) else 0))
     sockets = [
         Socket(domain, [place for place in range(len(topology.gpus)) if topology.domain(place) == domain])
         for domain in domains or [None]
@@ -124,17 +124,17 @@ def _sockets(topology: Topology) -> list[Socket]:
 def _share_switch(topology: Topology, first: int, second: int) -> bool:
     """Whether two GPUs are on one switch: by their own link, or, where that is a fabric, by a NIC near both."""
     kind = topology.link(first, second)
-    if kind in _ON_SWITCH:
+    if kind in ON_SWITCH:
         return True
     near = ((nic.links[first], nic.links[second]) for nic in topology.nics if nic.links[first] and nic.links[second])
-    return links.is_fabric(kind) and any(a in _ON_SWITCH and b in _ON_SWITCH for a, b in near)
+    return links.is_fabric(kind) and any(a in ON_SWITCH and b in ON_SWITCH for a, b in near)
 
 
 def _attached(topology: Topology) -> dict[int, int]:
     """The GPU that each NIC shares a switch with, by place in `topology.nics`."""
     found = {}
     for place, nic in enumerate(topology.nics):
-        near = [gpu for gpu, kind in enumerate(nic.links) if kind in _ON_SWITCH]
+        near = [gpu for gpu, kind in enumerate(nic.links) if kind in ON_SWITCH]
         if near:
             found[place] = min(near, key=lambda gpu: (-links.strength(nic.links[gpu]), gpu))
     return found

@@ -92,7 +92,7 @@ def _sockets(topology: Topology) -> list[str]:
     found = []
     kinds = {links.normal(topology.link(a, b) or "") for a, b in _pairs(topology)}
     if kinds == {"SYS"} and len(topology.gpus) > 2:
-        found.append("all pairs are SYS: every transfer between GPUs crosses the sockets or is said to")
+        found.append("all pairs are SYS: no two GPUs share a switch or a host bridge that the driver knows of")
     within = [
         (a, b)
         for a, b in _pairs(topology)

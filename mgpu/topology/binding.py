@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu.topology import sysfs
-from mgpu.topology.cpulist import runs
+from mgpu.topology.cpulist import format_list, runs
 from mgpu.topology.values import Topology
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
@@ -57,20 +57,21 @@ def _units(cpus: tuple[int, ...], cores: tuple[tuple[int, ...], ...]) -> list[tu
     return [(cpu,) for cpu in cpus]
 
 
-def bind_process(cpus: Sequence[int], root: Path = sysfs.SYS) -> bool:
+def bind_process(cpus: Sequence[int], root: Path = sysfs.SYS) -> str:
     """Bind the calling process, and all it starts, to `cpus`, and have its memory come from their NUMA node first.
 
-    Call it before any thread is started: threads keep the CPUs of their birth. Nothing happens for no CPUs. Returns whether
-    both took effect: a container may forbid either, which costs speed and nothing else.
+    Call it before any thread is started: threads keep the CPUs of their birth. Nothing happens for no CPUs. Returns what took
+    effect, for the log: a container may forbid either, which costs speed and nothing else.
     """
     if not cpus:
-        return True
+        return "not bound to CPUs"
     try:
         os.sched_setaffinity(0, cpus)
-    except OSError:
-        return False
+    except OSError as error:
+        return f"not bound to CPUs {format_list(cpus)}: {error.strerror}"
     nodes = [node.id for node in sysfs.numa_nodes(root) if set(cpus) <= set(node.cpus)]
-    return bool(nodes) and _prefer_memory(nodes[0])
+    memory = f", memory from NUMA node {nodes[0]} first" if nodes and _prefer_memory(nodes[0]) else ""
+    return f"bound to CPUs {format_list(cpus)}{memory}"
 
 
 def _prefer_memory(node: int) -> bool:

@@ -168,7 +168,7 @@ def _fabric(topology: Topology, plan: Layout) -> tuple[list[str], float]:
     order = sorted({links.normal(kind) for kind in kinds if kind}, key=links.strength, reverse=True)
     if not order:
         return [], base + 14
-    caption = f"between GPUs: {', '.join(order)} (no NVLink)"
+    caption = f"between GPUs: {', '.join(order)}"
     best = [(a, b) for a, b in pairs if links.normal(topology.link(a, b) or "") == order[0]]
     if len(order) == 1 or order[0] in places.ON_SWITCH or len(best) > len(topology.gpus):
         return [_text(places.PAD * 2, base + 32, caption, size=11, fill=_QUIET)], base + 32

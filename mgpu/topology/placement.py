@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mgpu.errors import TopologyError
 from mgpu.topology import links
-from mgpu.topology.ring import EXACT_UP_TO, best_ring, ring_links
+from mgpu.topology.ring import EXACT_UP_TO, best_ring, measure, ring_links
 from mgpu.topology.scale import Scale
 from mgpu.topology.search import search
 from mgpu.topology.values import Topology
@@ -127,3 +127,18 @@ def _reason(
     if not proven:
         parts.append("a better set may exist: not every set was tried")
     return "; ".join(parts) or "the links are not known"
+
+
+def weaker_order(topology: Topology, positions: tuple[int, ...]) -> str:
+    """What a better order of the same GPUs would gain, as a sentence; empty where there is none."""
+    strengths = Scale(topology, 1).strengths
+    given, best = measure(positions, strengths), best_ring(positions, strengths)
+    if given.weakest >= best.weakest:
+        return ""
+    order = list(best.order)
+    weak = min(ring_links(positions), key=lambda hop: strengths[hop[0]][hop[1]])
+    strong = min(ring_links(best.order), key=lambda hop: strengths[hop[0]][hop[1]])
+    return (
+        f"this order puts {topology.link(*weak)} on the ring of the ranks; devices: {order} would have "
+        f"{topology.link(*strong)}"
+    )

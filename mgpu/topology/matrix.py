@@ -96,10 +96,14 @@ _HINT = "give it the output of: nvidia-smi topo -m"
 
 def _continued(row: Row, line: str, block: Block) -> Row | None:
     """The row with the part that a terminal wrapped onto its next line, or None where `line` is no such part."""
-    if not block.links or len(row.cells) >= len(block.links) or row.p2p or not line.strip():
+    cut_links = len(row.cells) < len(block.links)
+    cut_affinities = bool(block.affinities) and not row.tail.strip()
+    if row.p2p or not block.links or not line.strip() or not (cut_links or cut_affinities):
         return None
     joined = read_row(f"{row.line}{chr(9) if chr(9) in row.line else ' '}{line.strip(' ')}", block.legend)
-    return joined if joined and len(joined.cells) > len(row.cells) and not joined.odd else None
+    if joined is None or joined.odd or len(joined.cells) > len(block.links):
+        return None
+    return joined if len(joined.cells) > len(row.cells) or joined.tail.strip() else None
 
 
 def gpu_columns(block: Block) -> list[int]:

@@ -55,10 +55,10 @@ def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[int, ...]:
 def _named(gpus: tuple[Gpu, ...], entry: str) -> int | None:
     if entry.isdigit():
         return next((place for place, gpu in enumerate(gpus) if str(gpu.index) == entry), None)
-    exact = [place for place, gpu in enumerate(gpus) if entry == gpu.uuid or entry in gpu.aliases]
+    exact = [place for place, gpu in enumerate(gpus) if entry and (entry == gpu.uuid or entry in gpu.aliases)]
     if exact or not entry.startswith(("GPU-", "MIG-")):
         return exact[0] if exact else None
-    found = [place for place, gpu in enumerate(gpus) if entry and gpu.uuid.startswith(entry)]
+    found = [place for place, gpu in enumerate(gpus) if gpu.uuid.startswith(entry)]
     return found[0] if len(found) == 1 else None
 
 

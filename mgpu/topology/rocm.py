@@ -24,7 +24,9 @@ def parse(lines: list[str]) -> Topology:
     text has NUMA nodes only, the links are unknown."""
     tables, nodes = _tables(lines)
     kinds = tables.get("Link Type", {})
-    count = max([*(max(rows) for rows in tables.values() if rows), *nodes, -1]) + 1
+    named = [*nodes, *(gpu for rows in tables.values() for gpu in rows)]
+    widths = [len(cells) for rows in tables.values() for cells in rows.values()]
+    count = max([*(gpu + 1 for gpu in named), *widths, 0])
     if count == 0:
         raise TopologyError("this rocm-smi text names no GPU", hint=_HINT)
     if count > _MOST_GPUS:

@@ -52,7 +52,7 @@ def test_numa_nodes_alone():
 def test_what_cannot_be_read():
     whole = table("Link Type between two GPUs", 3, hives)
     with pytest.raises(TopologyError, match="incomplete table of 3 GPUs: the link GPU1-GPU2 is missing"):
-        Topology.parse("\n".join(whole.splitlines()[:3]).replace("GPU0   0  XGMI  XGMI", "GPU0   0  XGMI  XGMI"))
+        Topology.parse("\n".join(whole.splitlines()[:3]))
     with pytest.raises(TopologyError, match="'FAST' is no link type"):
         Topology.parse(whole.replace("XGMI", "FAST"))
     with pytest.raises(TopologyError, match="names no GPU"):

@@ -84,7 +84,7 @@ def test_a_random_machine_reads_back_the_same(machine, style, affinity, nics_fir
     """Must show 2."""
     if style in KEEPS_EMPTY_CELLS:
         machine.cpus = ["" if place in empty else cell for place, cell in enumerate(machine.cpus)]
-    if style == "blanks" or style == "padded":
+    if style in {"blanks", "padded"}:
         merged = []  # a glued cell of 8 letters and more shifts the tab stops behind it: then only words can tell
     apart = [pair for pair in merged if (pair[0], pair[1] - 1) not in merged]
     text = render(machine, style, affinity, nics_first, ansi, merged=apart, indent=indent)

@@ -72,7 +72,7 @@ def legend(topology: Topology, console: Console) -> None:
     from rich.text import Text
 
     pairs = {
-        (topology.link(a, b), round(topology.bandwidth(a, b)))
+        (topology.link(a, b), topology.rate_text(a, b))
         for a in range(len(topology.gpus))
         for b in range(a)
         if topology.link(a, b)
@@ -82,15 +82,14 @@ def legend(topology: Topology, console: Console) -> None:
     console.print()
     for kind, rate in sorted(pairs, key=lambda pair: links.strength(pair[0]), reverse=True):
         line = Text(f"  {kind or '':<6}", style=_link_style(kind))
-        line.append(
-            f" {links.meaning(kind or '')}" + (f", about {rate} GB/s each way" if rate else ""), style="not bold"
-        )
+        line.append(f" {links.meaning(kind or '')}" + (f", {rate}" if rate else ""), style="not bold")
         console.print(line)
 
 
 def gpus(topology: Topology, console: Console) -> None:
     """The GPUs, by NUMA node."""
-    console.print()
+    if topology.links:
+        console.print()
     known = [gpu.numa for gpu in topology.gpus]
     for node in sorted(set(known), key=lambda node: (node is None, node or 0)):
         console.print("NUMA node unknown" if node is None else f"NUMA node {node}", style="bold")
@@ -135,12 +134,12 @@ def nodes(topology: Topology, console: Console) -> None:
 def nics(topology: Topology, console: Console) -> None:
     """The NICs and the GPUs they are nearest to; ports alike in everything share a line."""
     groups: dict[str, list[str]] = {}
-    for place, nic in enumerate(topology.nics):
+    for nic in topology.nics:
+        best = max((links.strength(kind) for kind in nic.links), default=0.0)
         near = [
-            f"GPU{gpu.index} ({gpu_nic.links[position]})"
-            for position, gpu in enumerate(topology.gpus)
-            for gpu_nic in topology.near(position)
-            if gpu_nic is topology.nics[place]
+            f"GPU{gpu.index} ({kind})"
+            for gpu, kind in zip(topology.gpus, nic.links, strict=True)
+            if links.strength(kind) == best > links.strength("SYS")
         ]
         speed = f"{nic.gbit:g} Gbit/s" if nic.gbit else ""
         node = f"NUMA node {nic.numa}" if nic.numa is not None else ""

@@ -91,7 +91,8 @@ P2P_MEANING = {
 def _sockets(topology: Topology) -> list[str]:
     found = []
     kinds = {links.normal(topology.link(a, b) or "") for a, b in _pairs(topology)}
-    if kinds == {"SYS"} and len(topology.gpus) > 2:
+    pci_only = any("PCI-only" in note for note in topology.notes)
+    if kinds == {"SYS"} and len(topology.gpus) > 2 and not pci_only:
         found.append("all pairs are SYS: no two GPUs share a switch or a host bridge that the driver knows of")
     within = [
         (a, b)
@@ -112,7 +113,8 @@ def _sockets(topology: Topology) -> list[str]:
         nic.name for nic in topology.nics if nic.links and all(links.normal(kind or "") == "SYS" for kind in nic.links)
     ]
     if far:
-        found.append(f"no GPU near {', '.join(far)}: SYS from all of them")
+        shown = ", ".join(far[:4]) + (f" and {len(far) - 4} more NICs" if len(far) > 4 else "")
+        found.append(f"no GPU near {shown}: SYS from all of them")
     return found
 
 
@@ -120,7 +122,7 @@ def _affinity(topology: Topology) -> list[str]:
     found = []
     hidden = [place for place, gpu in enumerate(topology.gpus) if gpu.cpus == ()]
     if hidden:
-        found.append(f"{_label(topology, *hidden)}: CPU affinity hidden by a cpuset (empty, not unknown)")
+        found.append(f"{_label(topology, *hidden)}: CPU affinity hidden by a cpuset or a container (its cell is empty)")
     allowed = set(topology.cpus)
     outside = [place for place, gpu in enumerate(topology.gpus) if gpu.cpus and allowed and not allowed & set(gpu.cpus)]
     if outside:

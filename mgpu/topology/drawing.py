@@ -185,7 +185,7 @@ def _bar(topology: Topology, plan: Layout, base: float) -> tuple[list[str], floa
     for x in plan.gpu_x.values():
         center = x + places.GPU_WIDTH / 2
         found.append(_line(center, base, center, base + 44, _wide(rate), _FABRIC[1]))
-    label = f"every pair: {kind}, about {rate:.0f} GB/s each way"
+    label = f"every pair: {kind}, {topology.rate_text(0, 1)}"
     found.append(_box(left, base + 40, right - left, 30, _FABRIC[0], _FABRIC[0], label, size=13, ink="#ffffff"))
     return found, base + 70
 

@@ -94,6 +94,19 @@ def bandwidth(kind: str | None, name: str = "", *, per_link: float = 0.0) -> flo
     return slot if normal(kind) in _STRENGTH else 0.0
 
 
+def rate_text(kind: str | None, name: str = "", *, per_link: float = 0.0) -> str:
+    """The bandwidth as people should read it: a figure where the GPU is known, else the range over all kinds of GPU."""
+    rate = bandwidth(kind, name, per_link=per_link)
+    if not rate or kind is None:
+        return ""
+    known = bool(per_link) and bond(kind) > 0 or any(pattern.search(name) for pattern, _ in (*_PER_LINK, *_SLOT))
+    if known or kind == "XGMI" or normal(kind) == "SYS":
+        return f"about {rate:.0f} GB/s each way"
+    rates = [value for _, value in _PER_LINK] if bond(kind) else [_SLOT_DEFAULT, *(value for _, value in _SLOT)]
+    share = bond(kind) or (1 / _THROUGH_CPU if normal(kind) in ("PHB", "NODE") else 1)
+    return f"{min(rates) * share:.0f} to {max(rates) * share:.0f} GB/s each way, by the kind of GPU"
+
+
 def strength(kind: str | None, name: str = "", *, refused: bool = False) -> float:
     """The rank of a link when GPUs are chosen: larger is better, no unit, never negative.
 

@@ -102,8 +102,8 @@ def _reason(
     """Why these, in one line."""
     parts = []
     if kind:
-        rate = topology.bandwidth(*min(ring_links(order), key=lambda hop: scale.strengths[hop[0]][hop[1]]))
-        parts.append(f"weakest link {kind}" + (f" (about {rate:.0f} GB/s)" if rate else ""))
+        rate = topology.rate_text(*min(ring_links(order), key=lambda hop: scale.strengths[hop[0]][hop[1]]))
+        parts.append(f"weakest link {kind}" + (f" ({rate})" if rate else ""))
     nodes = {topology.gpus[place].numa for place in order} - {None}
     if nodes:
         parts.append(f"NUMA node{'s' * (len(nodes) > 1)} {', '.join(map(str, sorted(nodes, key=lambda n: n or 0)))}")

@@ -124,6 +124,10 @@ class Topology:
         """Estimated GB/s between two positions, one direction; 0 where unknown."""
         return links.bandwidth(self.link(first, second), self.gpus[first].name, per_link=self.per_link)
 
+    def rate_text(self, first: int, second: int) -> str:
+        """The estimate in words; a range where the kind of GPU is not known."""
+        return links.rate_text(self.link(first, second), self.gpus[first].name, per_link=self.per_link)
+
     def domain(self, position: int) -> object:
         """What tells whether two GPUs are near each other: the NUMA node, else the CPU list, else nothing."""
         gpu = self.gpus[position]

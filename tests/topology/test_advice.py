@@ -8,6 +8,7 @@ from mgpu.topology.advice import warnings
 from mgpu.topology.presets import preset
 
 P2P = " \tGPU0\tGPU1\t\n GPU0\tX\tGNS\t\n GPU1\tGNS\tX\t\n"
+HALF_BRIDGED = matrix("- NV12 SYS SYS / NV12 - SYS SYS / SYS SYS - NODE / SYS SYS NODE -")
 SYS4 = matrix("- SYS SYS SYS / SYS - SYS SYS / SYS SYS - SYS / SYS SYS SYS -")
 
 
@@ -16,7 +17,7 @@ SYS4 = matrix("- SYS SYS SYS / SYS - SYS SYS / SYS SYS - SYS / SYS SYS SYS -")
     [
         (render(BRIDGED), "GPU0, GPU3 off the fabric: no NVLink"),
         (render(BRIDGED), "GPU0 is alone on NUMA node 1"),
-        (render(Machine(matrix("- NV12 SYS SYS / NV12 - SYS SYS / SYS SYS - NODE / SYS SYS NODE -"), ["0", "0", "1", "1"], ["0-3"] * 4)),
+        (render(Machine(HALF_BRIDGED, ["0", "0", "1", "1"], ["0-3"] * 4)),
          "GPU2-GPU3 is NODE where GPU0-GPU1 has NV12: a bridge is missing or down"),
         (render(DESKTOP) + P2P, "P2P refused for GPU0-GPU1 (GNS: GPU not supported)"),
         (render(Machine(DESKTOP.links, ["0", "1"], ["", "1"])), "GPU0: CPU affinity hidden by a cpuset"),

@@ -9,7 +9,11 @@ from matrices import BRIDGED, render
 from mgpu.topology import Gpu, Topology
 from mgpu.topology.detection import detect, visible
 
-GPUS = (*tuple(Gpu(index, f"GPU-{index}{index}aa", "", 0) for index in range(4)), Gpu(4, "MIG-1", "", 0, parent="GPU-44aa", aliases=("MIG-GPU-44aa/1/0",)), Gpu(4, "MIG-2", "", 0, parent="GPU-44aa", aliases=("MIG-GPU-44aa/2/0",)))
+GPUS = (
+    *(Gpu(index, f"GPU-{index}{index}aa", "", 0) for index in range(4)),
+    Gpu(4, "MIG-1", "", 0, parent="GPU-44aa", aliases=("MIG-GPU-44aa/1/0",)),
+    Gpu(4, "MIG-2", "", 0, parent="GPU-44aa", aliases=("MIG-GPU-44aa/2/0",)),
+)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,12 @@ from mgpu.topology.layout import lay_out
 from mgpu.topology.presets import preset
 
 SVG = "{http://www.w3.org/2000/svg}"
-DRAWN = {**{name: Topology.parse(render(machine)) for name, machine in MACHINES.items()}, "dgx-h100": preset("dgx-h100"),
-         "dgx-2": preset("dgx-2"), "none": Topology((), (0, 1), numa=(NumaNode(0, (0, 1)),), trouble="no <driver> & none")}  # fmt: skip
+DRAWN = {
+    **{name: Topology.parse(render(machine)) for name, machine in MACHINES.items()},
+    "dgx-h100": preset("dgx-h100"),
+    "dgx-2": preset("dgx-2"),
+    "none": Topology((), (0, 1), numa=(NumaNode(0, (0, 1)),), trouble="no <driver> & none"),
+}
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -34,8 +34,8 @@ SEEDS = [
     ROCM,
 ]
 PIECES = [
-    "GPU0", "GPU1", "GPU7", "GPU999", "GPU", "X", "NV4", "NV999", "SYS", "NODEPIX", "OK", "GNS", "\t", "\n", "  ", "\x1b[4m", "[0m",
-    "N/A", "0-31", "5-2", "99999-1", "0-99999", "-1", ",", "1e9", "CPU Affinity", "NUMA Affinity", "GPU NUMA ID", "NIC0",
+    "GPU0", "GPU1", "GPU7", "GPU999", "GPU", "X", "NV4", "NV999", "SYS", "NODEPIX", "OK", "GNS", "\t", "\n", "  ", "\x1b[4m",
+    "[0m", "N/A", "0-31", "5-2", "99999-1", "0-99999", "-1", ",", "1e9", "CPU Affinity", "NUMA Affinity", "GPU NUMA ID", "NIC0",
     "mlx5_0", "Legend:", "=", "\x00", "\u00a0", "é", "|", "#", "GPU[3]: Numa Node: 1", "XGMI", "between two GPUs", "\r", "\x0b",
 ]  # fmt: skip
 
@@ -71,8 +71,7 @@ def check(count, seed):
         text = mangle(SEEDS[number % len(SEEDS)], random_source)
         try:
             topology = Topology.parse(text)
-        except TopologyError as error:
-            assert error.message, text
+        except TopologyError:
             continue
         read += 1
         size = len(topology.gpus)

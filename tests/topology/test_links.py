@@ -30,6 +30,15 @@ def test_bandwidths_of_the_table(kind, name, rate):
     assert links.bandwidth(kind, name) == rate
 
 
+def test_unknown_gpus_get_a_range_not_a_figure():
+    """NV4 is 56 GB/s on a 3090 and 200 on a B200."""
+    assert links.rate_text("NV4") == "56 to 200 GB/s each way, by the kind of GPU"
+    assert links.rate_text("PIX") == "16 to 63 GB/s each way, by the kind of GPU"
+    assert links.rate_text("NV4", "NVIDIA RTX A6000") == "about 56 GB/s each way"
+    assert links.rate_text("NV4", per_link=14.0) == "about 56 GB/s each way"
+    assert links.rate_text("X") == links.rate_text(None) == ""
+
+
 def test_a_measured_rate_overrides_the_table():
     assert links.bandwidth("NV4", "NVIDIA A100", per_link=14.0) == 56.0
 

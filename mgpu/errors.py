@@ -7,6 +7,7 @@
     │   ├── SpecError            2   one or more problems in a spec, each with file, line and column
     │   ├── UnknownName          2   a name that is not among the known ones; proposes the nearest
     │   ├── PlanError            2   the spec does not fit the hardware
+    │   ├── TopologyError        2   a description of a machine that cannot be read, or asks for what it has not
     │   └── RunNotFound          2   no run, or more than one, answers to that name
     ├── DataError                1   the training data cannot be read as the plan needs it
     ├── DriftError               1   ranks no longer hold the same model
@@ -86,6 +87,10 @@ class PlanError(Refusal):
     def __init__(self, message: str, *, key: tuple[str | int, ...] = (), hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.key = key
+
+
+class TopologyError(Refusal):
+    """A text that describes no machine, only part of one, or one that cannot be; or more GPUs asked for than it has."""
 
 
 class UnknownName(Refusal):

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mgpu.cli import inspect_runs, training, verification
+from mgpu.cli import inspect_runs, topology, training, verification
 from mgpu.errors import MgpuError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 training.register(app)
 inspect_runs.register(app)
 verification.register(app)
+topology.register(app)
 
 
 def main() -> None:

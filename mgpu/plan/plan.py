@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mgpu.errors import PlanError, Problem, SpecError, UnknownName
 from mgpu.parallel.base import Strategy
-from mgpu.plan.devices import choose_devices
+from mgpu.plan.devices import Devices, binding_text, choose_devices
 from mgpu.plugins import find_plugin, plugin_names
 from mgpu.spec.models import RunSpec
 from mgpu.topology import Topology
@@ -41,6 +41,9 @@ class Plan:
     unit: str = "sample"
     port: int = 0
     notes: tuple[str, ...] = ()
+    placement: str = ""
+    cpus: tuple[tuple[int, ...], ...] = ()
+    """The CPUs of each rank, empty for a rank that is not bound; none at all where no rank is."""
 
     @property
     def world(self) -> int:
@@ -61,6 +64,7 @@ class Plan:
         }  # fmt: skip
         if self.device == "cuda":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+            values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         return {key: str(value) for key, value in values.items()}
 
     def explain(self) -> list[tuple[str, str]]:
@@ -70,6 +74,10 @@ class Plan:
             ("ranks", f"{self.world} on {self.device}, backend {self.backend}, {self.threads} threads each"),
             ("devices", ", ".join(self.devices)),
         ]
+        if self.placement:
+            rows.append(("placement", self.placement))
+        if self.cpus:
+            rows.append(("binding", binding_text(self.cpus)))
         if self.size is not None:
             accumulation = "/".join(map(str, sorted(set(self.counts), reverse=True)))
             rows.append(("batch", f"{self.size} = micro {self.micro} x {sum(self.counts)} micro batches a step"))
@@ -86,8 +94,11 @@ class Plan:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
         names = {field.name for field in dataclasses.fields(cls)}
-        known = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items() if key in names}
-        return cls(**known)  # type: ignore[arg-type]
+        return cls(**{key: _tuples(item) for key, item in value.items() if key in names})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def make_strategy(spec: RunSpec) -> Strategy:
@@ -121,7 +132,7 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
             hint="write fast, or strategy ddp or single",
         )
     micro_batches = spec.batch.size // spec.batch.micro_size if spec.batch else None
-    devices = choose_devices(spec.devices, topology, micro_batches)
+    devices = choose_devices(spec.devices, topology, micro_batches, lambda world: world // strategy.replicas(world))
     world = len(devices.names)
     replicas = strategy.replicas(world)
     port = _port(spec)
@@ -132,7 +143,7 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         devices=devices.names,
         backend=_backend(strategy.options.backend, devices.kind),
         replicas=replicas,
-        threads=_threads(spec, topology, world),
+        threads=_threads(spec, topology, devices),
         grace=spec.watchdog.grace.seconds,
         size=spec.batch.size if spec.batch else None,
         micro=spec.batch.micro_size if spec.batch else None,
@@ -141,15 +152,19 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         duration=str(spec.duration) if spec.duration else None,
         unit=str(spec.task.args.get("unit", "token" if spec.task.target.endswith(":NextByte") else "sample")),
         port=port,
-        notes=(devices.note,) if devices.note else (),
+        notes=devices.notes,
+        placement=devices.placement,
+        cpus=devices.cpus,
     )
 
 
-def _threads(spec: RunSpec, topology: Topology, world: int) -> int:
+def _threads(spec: RunSpec, topology: Topology, devices: Devices) -> int:
     """CPU threads a rank. Sums over threads have an order, so `exact` takes a number that no layout changes."""
     if spec.threads is not None:
         return spec.threads
-    return 1 if spec.numerics == "exact" else max(1, len(topology.cpus) // world)
+    if spec.numerics == "exact":
+        return 1
+    return max(1, min([len(topology.cpus) // len(devices.names), *(len(cpus) for cpus in devices.cpus if cpus)]))
 
 
 def _counts(spec: RunSpec, strategy: Strategy, replicas: int) -> tuple[int, ...]:

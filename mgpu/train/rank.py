@@ -24,6 +24,7 @@ from mgpu.parallel.base import StopVote
 from mgpu.plan import Plan
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, load_spec
+from mgpu.topology.binding import bind_process
 from mgpu.train.assembly import Seat, assemble
 
 PR_SET_PDEATHSIG = 1
@@ -36,6 +37,8 @@ def run_rank(rank: int, path: str, attempt: int, port: int) -> None:
     run = Run(Path(path))
     plan = Plan.from_json(json.loads(run.plan_path.read_text()))
     _redirect(run.log_path(attempt, rank))
+    if plan.cpus:
+        print(f"rank {rank}: {bind_process(plan.cpus[rank])}")
     os.environ.update(plan.env(rank), MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.update(TORCHELASTIC_RUN_ID=run.id, TORCHELASTIC_RESTART_COUNT="0", MGPU_RUN=path)
     stop = StopVote()

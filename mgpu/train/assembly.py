@@ -10,17 +10,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint  # forked ranks find it loaded
 
-from mgpu.checkpoint import Checkpointer, Found, restore_state
+from mgpu.checkpoint.restore import restore
+from mgpu.checkpoint.state import TrainingState
+from mgpu.checkpoint.weights import load_weights
 from mgpu.data.loading import Course, EvaluationCourse, make_loader
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.seeding import seed_everything, weights_seed
-from mgpu.errors import CheckpointError, DataError
+from mgpu.errors import DataError
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import Context, StopVote
 from mgpu.plan import Plan, make_strategy
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, Span, Target
 from mgpu.train.loop import Training
+from mgpu.train.saving import Saving, Start, choose_start, make_checkpointer
 from mgpu.train.schedule import LearningRate
 from mgpu.train.targets import build
 
@@ -40,11 +43,18 @@ class Seat:
     def replica(self) -> int:
         return self.rank * self.plan.replicas // self.plan.world
 
+    def store(self, purpose: str) -> dist.Store:
+        """A new client of the run's store, with keys of this attempt and `purpose` only."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=datetime.timedelta(minutes=5))
+        return dist.PrefixStore(f"attempt-{self.attempt}/{purpose}", store)
+
 
 def assemble(spec: RunSpec, seat: Seat) -> Training:
     """Everything that `seat` trains with; collective over all ranks of the attempt."""
     assert spec.data and spec.model and spec.optimizer and spec.batch and spec.duration
     plan, run = seat.plan, seat.run
+    # The writer of checkpoints and the loaders are forked here, before this rank has threads or a device.
+    checkpointer = make_checkpointer(run, spec, plan, seat.rank, seat.attempt, lambda: seat.store("saves"))
     seed_everything(weights_seed(spec.seed))
     train_data = build(spec.data.train, key=("data", "train"))
     eval_data = build(spec.data.eval, key=("data", "eval")) if spec.data.eval else None
@@ -53,21 +63,17 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         raise DataError(
             f"{len(train_data)} samples are fewer than one batch of {spec.batch.size}, and batch.last is drop"
         )
-    checkpointer = Checkpointer(run.checkpoints, spec.checkpoint.keep)
-    found = _newest(run, checkpointer, seat.rank)
-    position = Position.from_json(found.data["position"]) if found else Position()
+    start = choose_start(run, spec.init_from, seat.rank, (lambda: seat.store("start")) if plan.world > 1 else None)
+    position = Position.from_json(start.checkpoint.data["position"]) if start.checkpoint else Position()
     epochs = spec.duration.count if spec.duration.unit == "epochs" else None
     course = Course(grid, spec.seed, position, seat.replica, plan.replicas, epochs)
-    # Loader processes are forked here, before this rank has threads or a device.
     batches = iter(_loader(train_data, course, spec, plan, spec.data.workers))
     context = _context(spec, seat, _join(seat))
     seed_everything(weights_seed(spec.seed))
     model = build(spec.model, key=("model",)).to(context.device)
     optimizer = _optimizer(spec.optimizer, model)
-    if found:
-        restore_state(found, model, optimizer)
-        if context.scaler is not None and found.data.get("scaler"):
-            context.scaler.load_state_dict(found.data["scaler"])
+    state = TrainingState(model, optimizer)
+    _begin(start, state, context, seat)
     strategy = make_strategy(spec)
     trainable = strategy.build(model, build(spec.task, key=("task",)), context)
     total = spec.duration.count * (grid.batches_per_epoch if epochs else 1)
@@ -88,20 +94,24 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         metrics={
             name: build(target, key=("metrics", name)).to(context.device) for name, target in spec.metrics.items()
         },
-        checkpointer=checkpointer,
+        saving=Saving(spec.checkpoint, checkpointer, state, context),
         logger=_logger(seat, position, total, model) if seat.rank == 0 else None,
         position=position,
         total_steps=total,
     )
 
 
-def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
-    found, warnings = checkpointer.latest()
-    for warning in warnings if rank == 0 else ():
-        run.record("note", text=f"checkpoint {warning}")
-    if found is None and checkpointer.steps():
-        raise CheckpointError("no checkpoint of this run is whole", hint="the notes above say what is damaged")
-    return found
+def _begin(start: Start, state: TrainingState, context: Context, seat: Seat) -> None:
+    """Load what the training starts from; what differs from the spec in force is told."""
+    if start.weights is not None:
+        load_weights(start.weights, state.model)
+    if start.checkpoint is None:
+        return
+    notes = restore(start.checkpoint, state)
+    if context.scaler is not None and start.checkpoint.data.get("scaler"):
+        context.scaler.load_state_dict(start.checkpoint.data["scaler"])
+    for note in notes if seat.rank == 0 else ():
+        seat.run.record("note", text=note)
 
 
 def _loader(samples: Any, keys: Any, spec: RunSpec, plan: Plan, workers: int) -> Any:
@@ -158,10 +168,9 @@ def _join(seat: Seat) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if plan.world > 1:
-        store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=datetime.timedelta(minutes=5))
         dist.init_process_group(
             plan.backend,
-            store=dist.PrefixStore(f"attempt-{seat.attempt}", store),
+            store=seat.store("group"),
             rank=seat.rank,
             world_size=plan.world,
             device_id=device if device.type == "cuda" else None,

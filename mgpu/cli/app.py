@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mgpu.cli import inspect_runs, training
+from mgpu.cli import checkpoints, inspect_runs, training
 from mgpu.errors import MgpuError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 training.register(app)
 inspect_runs.register(app)
+checkpoints.register(app)
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: forked ranks find it loaded
 import torch.distributed as dist
-import torch.distributed.checkpoint  # forked ranks find it loaded
 
 from mgpu.checkpoint.restore import restore
 from mgpu.checkpoint.state import TrainingState

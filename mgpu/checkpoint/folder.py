@@ -19,7 +19,7 @@ from typing import Any
 
 from mgpu.checkpoint.manifest import DATA, MANIFEST, Manifest
 from mgpu.checkpoint.retention import Retention
-from mgpu.errors import CheckpointError, DamagedCheckpoint
+from mgpu.errors import CheckpointError, DamagedCheckpoint, Refusal
 from mgpu.files import sync_folder
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -84,7 +84,7 @@ class CheckpointFolder:
         return None, warnings
 
     def find(self, step: int | None = None) -> Found:
-        """The checkpoint of `step`, or the newest good one; CheckpointError where there is none."""
+        """The checkpoint of `step` (Refusal if there is none), or the newest good one (CheckpointError if none is)."""
         if step is None:
             found, warnings = self.newest()
             if found is None:
@@ -92,7 +92,7 @@ class CheckpointFolder:
             return found
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"no checkpoint of step {step} in {self.path}", hint=f"there are: {known}")
+            raise Refusal(f"no checkpoint of step {step} in {self.path}", hint=f"there are: {known}")
         try:
             return Found.at(self.path_of(step))
         except DamagedCheckpoint as damage:
@@ -125,7 +125,8 @@ class CheckpointFolder:
                     manifests.append(manifest)
         kept = retention.kept(manifests) | {newest}
         good = {manifest.step for manifest in manifests}
-        oldest = min(sorted(good, reverse=True)[: retention.keep], default=newest)
+        newer = sorted(good, reverse=True)[: retention.keep]
+        oldest = newer[-1] if len(newer) == retention.keep else 0
         surplus = [s for s in self.steps() if s <= newest and s not in kept and (s in good or s < oldest)]
         return [step for step in surplus if self.remove(step)]
 

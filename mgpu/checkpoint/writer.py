@@ -31,6 +31,7 @@ from mgpu.checkpoint.snapshot import SharedMemory
 
 PR_SET_PDEATHSIG = 1
 _NICENESS = 10
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = (0.002, 0.05)
 
 Connect = Callable[[], dist.Store]
@@ -143,10 +144,12 @@ class Writer:
         """Fork. To be called while the process has no threads."""
         parent = os.getpid()
         self._end, theirs = multiprocessing.Pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until the child ignores them
         self.pid = os.fork()
         if self.pid == 0:
             self._end.close()
             _live(theirs, work, parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def lay_out(self, layout: Layout, memory: SharedMemory) -> None:
@@ -192,8 +195,9 @@ def _live(orders: Connection, work: Work, parent: int) -> None:
     """The body of the writer's process; never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        for signum in _DEAF_TO:
             signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
         if os.getppid() == parent:
             os.nice(_NICENESS)  # where cores are short, training comes first
             _serve(orders, work)

@@ -14,11 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from trainers import Trainer
 
 from mgpu.checkpoint import CheckpointFolder, Found, Manifest
 from mgpu.checkpoint.checkpointer import failure
 from mgpu.checkpoint.reading import read_metadata
 from mgpu.checkpoint.restore import restore
+from mgpu.checkpoint.shard import HashedFile
 
 
 def test_stock_torch_reads_a_checkpoint_in_place(trainer):
@@ -201,8 +203,6 @@ def test_no_snapshot_memory_and_no_writer_outlive_a_killed_rank(trainer):
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        from trainers import Trainer
-
         one = Trainer(Path("/nonexistent/checkpoints"), model=nn.Linear(10, 10))
         one.checkpointer.prepare(one.state.gather(), torch.device("cpu"))
         os.write(tell, str(one.checkpointer._writer.pid).encode())
@@ -217,6 +217,37 @@ def test_no_snapshot_memory_and_no_writer_outlive_a_killed_rank(trainer):
         assert time.monotonic() < deadline
         os.sched_yield()
     assert not [name for name in os.listdir("/dev/shm") if "mgpu" in name]
+
+
+def test_a_kill_in_mid_write_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    """Case F4: the whole group gets SIGKILL when half of the bytes of step 10 are written."""
+    path = tmp_path / "checkpoints"
+    half, written = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        whole = HashedFile.write
+
+        def write(self, block):
+            if "step-00000010" in str(self._stream.name) and self.size > 5_000:
+                self._stream.write(memoryview(block)[: len(block) // 2])
+                self._stream.flush()
+                os.write(written, b"!")
+                signal.pause()
+            return whole(self, block)
+
+        monkeypatch.setattr(HashedFile, "write", write)
+        one = Trainer(path)
+        for one.step in (5, 10):
+            one.save()
+    assert os.read(half, 1) == b"!"
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    folder = CheckpointFolder(path)
+    assert folder.steps() == [5]
+    found, warnings = folder.newest()
+    assert found.step == 5
+    assert warnings == ["step-00000010 is incomplete: its writing was cut off; passed over"]
 
 
 def test_retention_works_while_saving_and_metrics_are_kept(trainer):

@@ -11,7 +11,8 @@
     │   └── RunNotFound          2   no run, or more than one, answers to that name
     ├── DataError                1   the training data cannot be read as the plan needs it
     ├── DriftError               1   ranks no longer hold the same model
-    └── CheckpointError          1   no checkpoint, or a damaged one
+    └── CheckpointError          1   no usable checkpoint, or one that cannot be written
+        └── DamagedCheckpoint    1   files that are not what was written; names the file
 """
 
 from __future__ import annotations
@@ -114,7 +115,11 @@ class DriftError(MgpuError):
 
 
 class CheckpointError(MgpuError):
-    """No usable checkpoint: none, damaged, or of another model."""
+    """No usable checkpoint: none, or of another model; or one that cannot be written."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, or is not what was written."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mgpu.cli import inspect_runs, topology, training, verification
+from mgpu.cli import checkpoints, inspect_runs, topology, training, verification
 from mgpu.errors import MgpuError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ training.register(app)
 inspect_runs.register(app)
 verification.register(app)
 topology.register(app)
+checkpoints.register(app)
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def record(spec: Path, overrides: Sequence[str], layout: Layout, steps: int, sam
         *overrides,
         *layout.overrides,
         f"trace={{steps: {steps}, samples: {samples}}}",
-        "checkpoint={}",
+        "checkpoint={at_exit: false}",
         "evaluate={}",
         "log={}",
     ]

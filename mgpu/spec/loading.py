@@ -172,12 +172,14 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _absolute(value: Any, key: Key, folder: Path) -> Any:
-    """`file.py:attribute` and script.path count from the folder of the file that wrote them."""
+    """`file.py:attribute`, script.path and an init_from that is a path count from the folder of the file that wrote them."""
     if not isinstance(value, str):
         return value
     place, colon, attribute = value.rpartition(":")
     if colon and place.endswith(".py") and attribute.isidentifier():
         return f"{(folder / place).resolve()}:{attribute}"
+    if key == ("init_from",):
+        return str((folder / value).resolve()) if (folder / value).exists() else value
     return str((folder / value).resolve()) if key == ("script", "path") else value
 
 
@@ -300,7 +302,7 @@ def _fields(key: Key) -> list[str]:
         if not models:
             return []
         model = models[0]
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _later_problems(loaded: LoadedSpec) -> list[Problem]:

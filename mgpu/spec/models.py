@@ -117,13 +117,30 @@ class Parallel(BaseModel):
         return dict(self.model_extra or {})
 
 
+class KeepBest(SpecModel):
+    """Which checkpoint is the best one."""
+
+    metric: str
+    """The name of a metric under `metrics`, or `loss`: as measured on the evaluation data."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high is good."""
+
+
 class Checkpoint(SpecModel):
-    """When to save, and what to keep. A checkpoint is always written at the end of a run and when it is stopped."""
+    """When to save, and what to keep."""
 
     every: CheckpointSpan | None = None
-    """Save after every span of this length; default: only at the end."""
+    """Save after every span of this length, in steps, epochs or minutes; default: only at the end."""
     keep: WholeNumber = Field(default=3, ge=1)
     """How many of the newest checkpoints stay."""
+    keep_best: KeepBest | None = None
+    """Keep the checkpoint with the best value of a metric as well. Only steps that are evaluated can be the best."""
+    keep_every: TrainingSpan | None = None
+    """Keep every checkpoint at a multiple of this span as well."""
+    at_exit: bool = True
+    """Save at the end of the run, and when it is stopped."""
+    asynchronous: bool = Field(default=True, alias="async")
+    """Write in the background while training goes on; otherwise training waits until the checkpoint is on disk."""
 
 
 class Evaluate(SpecModel):
@@ -153,7 +170,7 @@ class Trace(SpecModel):
     """What `mgpu verify` reads: each of the first steps in full, in trace/rank-<r>.jsonl."""
 
     steps: WholeNumber = Field(ge=1)
-    """Record this many steps, then end; nothing is evaluated or saved."""
+    """Record this many steps, then end; nothing is evaluated."""
     samples: WholeNumber | None = Field(default=None, ge=1)
     """Go through only so many samples an epoch, so that the end of an epoch is among the steps."""
 
@@ -224,6 +241,8 @@ class RunSpec(SpecModel):
     """Saving."""
     evaluate: Evaluate = Evaluate()
     """Evaluation."""
+    init_from: str | None = None
+    """Start from the weights of a run (id, prefix or path), of a checkpoint's folder, or of a safetensors file."""
     restart: Restart = Restart()
     """Automatic new attempts."""
     watchdog: Watchdog = Watchdog()
@@ -247,7 +266,8 @@ class RunSpec(SpecModel):
             if missing:
                 raise ValueError(f"missing: {', '.join(missing)} (or give a script)")
             return self
-        extra = sorted({*trained, "task", "metrics", "schedule", "evaluate", "checkpoint"} & self.model_fields_set)
+        others = ("task", "metrics", "schedule", "evaluate", "checkpoint", "init_from")
+        extra = sorted({*trained, *others} & self.model_fields_set)
         if extra:
             raise ValueError(f"a script does its own {', '.join(extra)}: remove them, or remove script")
         return self
@@ -272,6 +292,25 @@ class RunSpec(SpecModel):
                 raise ValueError("evaluate.every: is set, but data.eval is not")
             if self.metrics:
                 raise ValueError("metrics: are set, but data.eval is not")
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> RunSpec:
+        best, every, measured = self.checkpoint.keep_best, self.checkpoint.every, self.evaluate.every
+        if best is None or self.data is None:
+            return self
+        if self.data.eval is None:
+            raise ValueError("checkpoint.keep_best: needs evaluation data, and data.eval is not set")
+        known = sorted({"loss", *self.metrics})
+        if best.metric not in known:
+            raise ValueError(f"checkpoint.keep_best.metric: {best.metric!r} is not measured: {' or '.join(known)}")
+        if every is None or every.unit == "minutes":
+            return self
+        if measured is None or (measured.unit == every.unit and every.count % measured.count):
+            raise ValueError(
+                f"checkpoint.keep_best: a checkpoint every {every} is only compared where it is evaluated: "
+                f"write evaluate.every: {every}"
+            )
         return self
 
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: forked ranks find it loaded
 import torch.distributed as dist
-import torch.distributed.checkpoint  # forked ranks find it loaded
 
-from mgpu.checkpoint import Checkpointer, Found, restore_state
+from mgpu.checkpoint.restore import restore
+from mgpu.checkpoint.state import TrainingState
+from mgpu.checkpoint.weights import load_weights
 from mgpu.data.feed import Agreement
 from mgpu.data.position import Position
 from mgpu.data.seeding import seed_everything, weights_seed
-from mgpu.errors import CheckpointError
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import Context, StopVote
 from mgpu.plan import Plan, make_strategy
@@ -25,6 +26,7 @@ from mgpu.spec import RunSpec, Target
 from mgpu.train.drift import FrozenSet
 from mgpu.train.feeding import Sources
 from mgpu.train.loop import Training
+from mgpu.train.saving import Saving, Start, choose_start, make_checkpointer
 from mgpu.train.schedule import learning_rate, total_steps
 from mgpu.train.targets import build
 from mgpu.train.trace import Trace
@@ -45,20 +47,26 @@ class Seat:
     def replica(self) -> int:
         return self.rank * self.plan.replicas // self.plan.world
 
+    def store(self, purpose: str) -> dist.Store:
+        """A new client of the run's store, with keys of this attempt and `purpose` only."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=datetime.timedelta(minutes=5))
+        return dist.PrefixStore(f"attempt-{self.attempt}/{purpose}", store)
+
 
 def assemble(spec: RunSpec, seat: Seat) -> Training:
     """Everything that `seat` trains with; collective over all ranks of the attempt."""
     assert spec.data and spec.model and spec.optimizer and spec.batch and spec.duration
     plan, run = seat.plan, seat.run
     _fix_kernels(spec)
+    # The writer of checkpoints and the loaders are forked here, before this rank has threads or a device.
+    checkpointer = make_checkpointer(run, spec, plan, seat.rank, seat.attempt, lambda: seat.store("saves"))
     seed_everything(weights_seed(spec.seed))
     sources = Sources(spec)
-    checkpointer = Checkpointer(run.checkpoints, spec.checkpoint.keep)
-    found = _newest(run, checkpointer, seat.rank)
-    position = sources.grid.settle(Position.from_json(found.data["position"]) if found else Position())
+    start = choose_start(run, spec.init_from, seat.rank, (lambda: seat.store("start")) if plan.world > 1 else None)
+    position = Position.from_json(start.checkpoint.data["position"]) if start.checkpoint else Position()
+    position = sources.grid.settle(position)
     epochs = spec.duration.count if spec.duration.unit == "epochs" and not spec.trace else None
     device = _device(seat)
-    # Loader processes are forked here, before this rank has threads or a device.
     feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), _warn(seat))
     evaluation = sources.evaluation_feed(seat.replica, plan.replicas, device)
     _join(seat, device)
@@ -66,10 +74,8 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     seed_everything(weights_seed(spec.seed))
     model = build(spec.model, key=("model",)).to(device, context.dtype)
     optimizer = _optimizer(spec.optimizer, model)
-    if found:
-        restore_state(found, model, optimizer)
-        if context.scaler is not None and found.data.get("scaler"):
-            context.scaler.load_state_dict(found.data["scaler"])
+    state = TrainingState(model, optimizer)
+    _begin(start, state, context, seat)
     strategy = make_strategy(spec)
     task = build(spec.task, key=("task",))
     trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
@@ -85,7 +91,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         feed=feed,
         evaluation=evaluation,
         metrics={name: _metric(target, name, device) for name, target in spec.metrics.items()},
-        checkpointer=checkpointer,
+        saving=Saving(spec.checkpoint, checkpointer, state, context),
         logger=_logger(seat, position, total, model) if seat.rank == 0 else None,
         position=position,
         total_steps=total,
@@ -116,13 +122,17 @@ def _metric(target: Target, name: str, device: torch.device) -> Any:
     return metric.to(device) if hasattr(metric, "to") else metric
 
 
-def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
-    found, warnings = checkpointer.latest()
-    for warning in warnings if rank == 0 else ():
-        run.record("note", text=f"checkpoint {warning}")
-    if found is None and checkpointer.steps():
-        raise CheckpointError("no checkpoint of this run is whole", hint="the notes above say what is damaged")
-    return found
+def _begin(start: Start, state: TrainingState, context: Context, seat: Seat) -> None:
+    """Load what the training starts from; what differs from the spec in force is told."""
+    if start.weights is not None:
+        load_weights(start.weights, state.model)
+    if start.checkpoint is None:
+        return
+    notes = restore(start.checkpoint, state)
+    if context.scaler is not None and start.checkpoint.data.get("scaler"):
+        context.scaler.load_state_dict(start.checkpoint.data["scaler"])
+    for note in notes if seat.rank == 0 else ():
+        seat.run.record("note", text=note)
 
 
 def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
@@ -169,10 +179,9 @@ def _join(seat: Seat, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if plan.world > 1:
-        store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=datetime.timedelta(minutes=5))
         dist.init_process_group(
             plan.backend,
-            store=dist.PrefixStore(f"attempt-{seat.attempt}", store),
+            store=seat.store("group"),
             rank=seat.rank,
             world_size=plan.world,
             device_id=device if device.type == "cuda" else None,

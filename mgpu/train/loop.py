@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from mgpu.checkpoint import Checkpointer, gather_state
 from mgpu.data.feed import Feed, Turn
 from mgpu.data.loading import to_device
 from mgpu.data.position import Position
@@ -26,10 +25,11 @@ from mgpu.data.seeding import micro_batch_seed
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
-from mgpu.spec import RunSpec, Span
+from mgpu.spec import RunSpec
 from mgpu.train.drift import FrozenSet, check_alike
 from mgpu.train.evaluation import evaluate
 from mgpu.train.feeding import EvaluationFeed
+from mgpu.train.saving import Saving, has_ended
 from mgpu.train.schedule import LearningRate
 from mgpu.train.trace import Trace
 
@@ -47,7 +47,7 @@ class Training:
     feed: Feed
     evaluation: EvaluationFeed | None
     metrics: dict[str, Any]
-    checkpointer: Checkpointer
+    saving: Saving
     logger: JsonlLogger | None
     position: Position
     total_steps: int | None
@@ -70,18 +70,21 @@ class Training:
                 self._log(totals, norm, clock)
             if stepped and self.position.step == started_at + 1:
                 self._check_alike()
-            if not done and self._due(self.spec.evaluate.every, before):
+            if not done and has_ended(self.spec.evaluate.every, before, self.position):
                 self._evaluate()
-            if not done and self._due(self.spec.checkpoint.every, before, clock):
-                self.save()
+            if not done and self.saving.is_due(before, self.position):
+                self._check_alike()
+                self.saving.save(self.position)
             if float(totals.stop_votes) > 0 and not done:
-                self.save()
+                self._check_alike()
+                self.saving.finish(self.position)
                 return False
             if done:
                 break
         if self.trace is None:
             self._evaluate()
-            self.save()
+        self._check_alike()
+        self.saving.finish(self.position)
         return True
 
     def _window(self, turn: Turn) -> Window:
@@ -129,22 +132,6 @@ class Training:
         if self.strategy.replicated:
             check_alike(self.trainable.model, self.trainable.context, self.position.step)
 
-    def _due(self, every: Span | None, before: Position, clock: Clock | None = None) -> bool:
-        """Whether a span of training ended with this step. Time is rank 0's, so that all ranks agree."""
-        if every is None:
-            return False
-        if every.unit == "steps":
-            return self.position.step != before.step and self.position.step % every.count == 0
-        if every.unit == "epochs":
-            return self.position.epoch != before.epoch and self.position.epoch % every.count == 0
-        assert clock is not None
-        late = torch.tensor([float(clock.since_save() >= every.seconds)], device=self.trainable.context.device)
-        if self.trainable.context.world > 1:
-            torch.distributed.broadcast(late, 0)
-        if late.item():
-            clock.saved()
-        return bool(late.item())
-
     def _log(self, totals: StepLoss, norm: torch.Tensor, clock: Clock) -> None:
         if self.logger is None:
             return
@@ -164,31 +151,16 @@ class Training:
         if self.evaluation is None:
             return
         values = evaluate(self.trainable, self.evaluation, self.metrics, self.spec.seed)
+        self.saving.measured(self.position.step, values)
         if self.logger is not None:
             self.run.record("evaluated", step=self.position.step, **values)
-
-    def save(self) -> None:
-        """A checkpoint of this step, by all ranks together."""
-        self._check_alike()
-        started = time.monotonic()
-        tensors, plain = gather_state(self.trainable.model, self.optimizer)
-        scaler = self.trainable.context.scaler
-        data = {
-            "position": self.position.to_json(),
-            "optimizer": plain,
-            "scaler": scaler.state_dict() if scaler else None,
-        }
-        path = self.checkpointer.save(self.position.step, tensors, data)
-        if self.logger is not None:
-            seconds = round(time.monotonic() - started, 3)
-            self.run.record("saved", step=self.position.step, path=str(path.name), seconds=seconds)
 
 
 class Clock:
     """Rates since the last logged step, on the monotonic clock."""
 
     def __init__(self) -> None:
-        self._started = self._last = self._save = time.monotonic()
+        self._started = self._last = time.monotonic()
         self._samples: int | None = None
 
     def rates(self, samples: int, units: float) -> dict[str, float]:
@@ -201,9 +173,3 @@ class Clock:
             rates["units_per_s"] = units / span
         self._last, self._samples = now, samples
         return rates
-
-    def since_save(self) -> float:
-        return time.monotonic() - self._save
-
-    def saved(self) -> None:
-        self._save = time.monotonic()

@@ -25,8 +25,10 @@ from mgpu.data.seeding import micro_batch_seed
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
+from mgpu.runs.heartbeat import Phase
 from mgpu.spec import RunSpec, Span
 from mgpu.train.evaluation import evaluate
+from mgpu.train.heart import beat, beating
 from mgpu.train.schedule import LearningRate
 
 
@@ -53,11 +55,14 @@ class Training:
         """Train to the end, or to an agreed stop; True if the training is complete."""
         clock = Clock()
         self.trainable.module.train()
+        phase = Phase.FIRST_STEP
         for share in self.course.shares():
             if self.position.step >= self.total_steps:
                 break
+            beat(self.position.step + 1, phase)
             totals = self.strategy.forward_backward(self.trainable, self._window(share))
             norm, stepped = self._step()
+            phase = Phase.TRAINING
             before, self.position = self.position, share.after.stepped(self.position.step + stepped)
             done = self._is_last(self.position)
             if stepped and (done or self.position.step % self.spec.log.every == 0):
@@ -141,13 +146,15 @@ class Training:
     def _evaluate(self) -> None:
         if self.evaluation is None:
             return
-        values = evaluate(self.trainable, self.evaluation, self.metrics, self.spec.seed)
+        batches = beating(self.evaluation, self.position.step, Phase.EVALUATING)
+        values = evaluate(self.trainable, batches, self.metrics, self.spec.seed)
         if self.logger is not None:
             self.run.record("evaluated", step=self.position.step, **values)
 
     def save(self) -> None:
         """A checkpoint of this step, by all ranks together."""
         started = time.monotonic()
+        beat(self.position.step, Phase.SAVING)
         tensors, plain = gather_state(self.trainable.model, self.optimizer)
         scaler = self.trainable.context.scaler
         data = {

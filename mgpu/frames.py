@@ -47,10 +47,14 @@ def parse(text: str) -> list[Frame]:
     return [Frame(match[1], int(match[2]), match[3]) for match in _LINE.finditer(text)]
 
 
+def users(stack: Iterable[Frame]) -> list[Frame]:
+    """The frames that are the user's own code, in the order given."""
+    return [frame for frame in stack if not _is_ours(frame.file) and not frame.file.startswith(_libraries())]
+
+
 def place(innermost_last: Sequence[Frame]) -> str:
     """`file:line in function` of the innermost frame of the user's own code, or else the innermost."""
-    own = [frame for frame in innermost_last if not _is_ours(frame.file) and not frame.file.startswith(_libraries())]
-    return "".join(map(str, (own or list(innermost_last))[-1:]))
+    return "".join(map(str, (users(innermost_last) or list(innermost_last))[-1:]))
 
 
 def is_in_collective(innermost_last: Sequence[Frame]) -> bool:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mgpu.cli import inspect_runs, training
+from mgpu.cli import inspect_runs, logs, run_control, training
 from mgpu.errors import MgpuError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 training.register(app)
 inspect_runs.register(app)
+logs.register(app)
+run_control.register(app)
 
 
 def main() -> None:

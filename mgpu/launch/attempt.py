@@ -131,13 +131,15 @@ class Attempt:
         if living and self._is_unclear():
             self._write_stacks(living)
         if living and self.evidence.is_script and not (self.stop.is_urgent or self.evidence.orphaned):
-            end_groups((self.evidence.pids[rank] for rank in living), signal.SIGTERM)
+            for signum in (signal.SIGTERM, signal.SIGCONT):
+                end_groups((self.evidence.pids[rank] for rank in living), signum)
             self._wait_for_exits(_END_SECONDS, by_us=True)
         end_groups(self.evidence.pids)
         self._wait_for_exits(_REAP_SECONDS, by_us=True)
         left = [pid for pid in descendants_of(self.spawner.pid) if pid not in self._store]
         end_all(left, _REAP_SECONDS)
-        self.evidence.beats = self.board.all()
+        if self.evidence.hang is None:
+            self.evidence.beats = self.board.all()
 
     def _living(self) -> list[int]:
         return [rank for rank in range(len(self.evidence.pids)) if rank not in self.evidence.exits]
@@ -226,11 +228,14 @@ class Attempt:
                 write_atomic(path, text)
 
     def _continued(self, found: Mapping[int, Stack]) -> dict[int, Stack]:
-        """A rank that was stopped answers once it is continued; it is about to be ended anyway."""
+        """A rank that was stopped answers only once it is continued. The others are stopped first, so that nothing that is
+        to be judged goes on; all of them are about to be ended anyway."""
         halted = {rank: self.board.read(rank) for rank, stack in found.items() if stack.state in ("T", "t")}
-        for beat in halted.values():
-            send(beat.pid, signal.SIGCONT)
-        answers = stacks.collect(halted, seconds=1.0) if halted else {}
+        if not halted:
+            return {}
+        for rank, stack in found.items():
+            send(stack.pid, signal.SIGCONT if rank in halted else signal.SIGSTOP)
+        answers = stacks.collect(halted, seconds=1.0)
         return {
             rank: Stack(stack.pid, "T", found[rank].text or stack.text, found[rank].main or stack.main, stack.loaders)
             for rank, stack in answers.items()

@@ -121,12 +121,7 @@ class _Judge:
         phase = evidence.beats[odd.rank if odd.rank is not None else evidence.hang.ranks[0]].phase.words
         where = f"in step {step} (last finished: {step - 1})" if step else f"while {phase}"
         details = [f"no progress for {evidence.hang.seconds:.0f} s"]
-        details += [
-            f"rank {rank} (step {evidence.beats[rank].step}, {evidence.beats[rank].phase.words}): "
-            f"{'waits in a collective' if stack.in_collective else 'is'} at {stack.place or 'an unknown place'}"
-            for rank, stack in sorted(evidence.stacks.items())
-            if rank != odd.rank
-        ]
+        details += self._where_the_others_are(odd.rank)
         folder = self.run.stacks_path(evidence.attempt, 0).parent
         return dataclasses.replace(
             self._cause("hang", odd.rank, EXIT_HUNG, f"{odd.what}, {where}", place=odd.place, step=step),
@@ -134,6 +129,17 @@ class _Judge:
             details=tuple(details),
             advice=f"stacks of all ranks and threads: {folder}",
         )
+
+    def _where_the_others_are(self, odd: int | None) -> list[str]:
+        """One line for all ranks that are in the same place."""
+        places: dict[str, list[int]] = {}
+        for rank, stack in sorted(self.evidence.stacks.items()):
+            if rank != odd:
+                beat = self.evidence.beats[rank]
+                step = f"step {beat.step}" if beat.step else beat.phase.words
+                where = f"wait in a collective, {stack.waits_in}" if stack.in_collective else stack.place or "no stack"
+                places.setdefault(f"{step}: {where}", []).append(rank)
+        return [f"rank {', '.join(map(str, ranks))}: {where}" for where, ranks in places.items()]
 
     def _of_record(self, record: dict[str, Any], kind: str = "error") -> Cause:
         rank = record["rank"]

@@ -41,6 +41,11 @@ class Stack:
         return frames.is_in_collective(self.main)
 
     @property
+    def waits_in(self) -> str:
+        """The function of the innermost call."""
+        return self.main[-1].function if self.main else ""
+
+    @property
     def in_loader(self) -> bool:
         """Whether it waits for its data loader."""
         return frames.is_in_loader(self.main)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from mgpu import frames
 from mgpu.launch.stacks import Stack
 from mgpu.runs.heartbeat import Beat, Phase
 from mgpu.spec.models import Watchdog
@@ -94,7 +95,7 @@ def odd_rank(beats: Mapping[int, Beat], stacks: Mapping[int, Stack], numbers: Ma
 
 def _elsewhere(rank: int, stacks: Mapping[int, Stack]) -> Odd:
     stack = stacks[rank]
-    busy = [loader for loader in stack.loaders if loader.main]
+    busy = [loader for loader in stack.loaders if frames.users(loader.main)]
     if stack.in_loader and busy:
         return Odd(rank, f"waits for its loader process {busy[0].pid}", busy[0].place)
     if stack.in_loader:

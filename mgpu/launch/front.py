@@ -105,6 +105,7 @@ class Front:
             self._show(at_end=True)
         finally:
             self._quietly(lambda: self.display.close(str(self.run.state)))
+            self._quietly(self.output.finish_line)
         code = self.node.returncode
         return EXIT_SIGNAL_BASE - code if code < 0 else code
 
@@ -164,6 +165,7 @@ class Front:
             self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping; once more to end at once")
         elif kind == "restarting":
             self.output.show(self.display, at_end=True)
+            self.output.finish_line()
             for line in attempt_lines(self.run, self.attempt):
                 self.display.print_line(line, style="red")
             wait = f" in {event['wait']:.0f} s" if event["wait"] else ""
@@ -179,6 +181,7 @@ class _Output:
 
     def __init__(self, run: Run, attempt: int, raw: bool) -> None:
         self._run, self._raw, self._muted = run, raw, False
+        self._is_open_line = False
         self._attempt = 0
         self.follow(attempt)
 
@@ -190,6 +193,11 @@ class _Output:
         log = self._run.log_path(attempt, 0)
         self._lines, self._bytes = TextTail(log), LogTail(log)
         self._is_over = False
+
+    def finish_line(self) -> None:
+        """What follows begins on a line of its own, also after a progress bar that was cut off."""
+        if self._is_open_line and not self._muted:
+            self._write(b"\n")
 
     def mute(self) -> None:
         self._muted = True
@@ -212,9 +220,13 @@ class _Output:
         if start >= 0 and self._failure.exists():
             block, self._is_over = block[:start], True
         if block:
-            sys.stderr.flush()
-            sys.stderr.buffer.write(block)
-            sys.stderr.buffer.flush()
+            self._write(block)
+
+    def _write(self, block: bytes) -> None:
+        sys.stderr.flush()
+        sys.stderr.buffer.write(block)
+        sys.stderr.buffer.flush()
+        self._is_open_line = not block.endswith(b"\n")
 
 
 def refusals(run: Run) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -88,4 +89,5 @@ class SpawnerHandle:
             return self._link.receive(timeout)
         except (EOFError, ConnectionError):
             code = self.process.wait()
-            raise SpawnerGone(f"the process that ranks are forked from ended with code {code}") from None
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            raise SpawnerGone(f"the process that ranks are forked from {how}") from None

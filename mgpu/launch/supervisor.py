@@ -100,9 +100,11 @@ class Supervisor:
         if cause is not None and cause.kind == "supervisor":
             return State.LOST, cause.exit_code
         asked_ranks = [beat.asked for beat in evidence.beats.values() if beat.asked]
+        if evidence.is_script and evidence.stopped_ns is not None:
+            # Told to stop, a script may leave with any code, 0 too; whether it had come to its end, only it knows.
+            return self._stopped()
         if cause is not None and (self.stop.signum is not None or asked_ranks):
-            is_script = evidence.is_script and evidence.stopped_ns is not None
-            if is_script or cause.kind in ("unfinished", "victim", "killed", "left early"):
+            if cause.kind in ("unfinished", "victim", "killed", "left early"):
                 return self._stopped(asked_ranks[0] if asked_ranks else None)
         if cause is None:
             return State.COMPLETED, EXIT_COMPLETED

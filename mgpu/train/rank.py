@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -127,16 +128,19 @@ def _write_to(log: Path) -> None:
         os.close(handle)
 
     reopen()
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)
+    sys.stdout = _unbuffered(1, "replace")
+    sys.stderr = _unbuffered(2, "backslashreplace")
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     libc = ctypes.CDLL(None)
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, 0)
     signal.signal(REOPEN_SIGNAL, reopen)
     signal.siginterrupt(REOPEN_SIGNAL, False)
     faulthandler.enable(file=2)
+
+
+def _unbuffered(descriptor: int, errors: str) -> io.TextIOWrapper:
+    raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 - open for the life of the process
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)  # type: ignore[arg-type]
 
 
 def _answer_requests(heart: Heart, run: Run, start: Start, rank: int) -> None:

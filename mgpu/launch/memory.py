@@ -58,6 +58,8 @@ def killed_by_kernel(pid: int) -> int | None:
                 record = os.read(handle, 8192).decode(errors="replace")
             except BrokenPipeError:  # that record was overwritten meanwhile: go on with the next
                 continue
+            if not record:  # no kernel's log after all, but a file in its place
+                return told
             match = _KILLED.search(record)
             if match and int(match[1]) == pid:
                 told = int(match[2]) * 1024

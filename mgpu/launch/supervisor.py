@@ -20,6 +20,7 @@ from mgpu.runs.liveness import this_process
 from mgpu.spec import load_spec
 
 _POLL_SECONDS = 0.1
+_ENDS_OF_A_STOP = ("unfinished", "victim", "killed", "left early")
 
 
 class _GivenUp(Exception):
@@ -103,9 +104,9 @@ class Supervisor:
         if evidence.is_script and evidence.stopped_ns is not None:
             # Told to stop, a script may leave with any code, 0 too; whether it had come to its end, only it knows.
             return self._stopped()
-        if cause is not None and (self.stop.signum is not None or asked_ranks):
-            if cause.kind in ("unfinished", "victim", "killed", "left early"):
-                return self._stopped(asked_ranks[0] if asked_ranks else None)
+        is_asked = self.stop.signum is not None or bool(asked_ranks)
+        if is_asked and cause is not None and cause.kind in _ENDS_OF_A_STOP:
+            return self._stopped(asked_ranks[0] if asked_ranks else None)
         if cause is None:
             return State.COMPLETED, EXIT_COMPLETED
         return State.FAILED, cause.exit_code or EXIT_FAILED

@@ -140,7 +140,7 @@ def _write_to(log: Path) -> None:
 
 def _unbuffered(descriptor: int, errors: str) -> io.TextIOWrapper:
     raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 - open for the life of the process
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)  # type: ignore[arg-type]
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)
 
 
 def _answer_requests(heart: Heart, run: Run, start: Start, rank: int) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mgpu.cli import checkpoints, inspect_runs, topology, training, verification
+from mgpu.cli import checkpoints, inspect_runs, logs, run_control, topology, training, verification
 from mgpu.errors import MgpuError
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ inspect_runs.register(app)
 verification.register(app)
 topology.register(app)
 checkpoints.register(app)
+logs.register(app)
+run_control.register(app)
 
 
 def main() -> None:

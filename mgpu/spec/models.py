@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -151,19 +152,32 @@ class Evaluate(SpecModel):
 
 
 class Watchdog(SpecModel):
-    """How long to wait before something is ended."""
+    """How long to wait before something is ended, and which signal asks for that."""
 
-    hang: TimeSpan | None = None
-    """No progress for this long is a hang."""
+    hang: TimeSpan = Span(10, "minutes")
+    """No progress for this long is a hang: the stacks of all ranks are written, the odd one is named, exit 3. Counted from
+    the last step, or evaluation batch. A script is watched from its first `mgpu.train.beat(step)` on."""
+    start: TimeSpan = Span(30, "minutes")
+    """The same for what takes its time: loading before the first step, the first step itself, a save, the end."""
     grace: TimeSpan = Span(30, "seconds")
     """How long a stopped run has to save its checkpoint."""
+    preempt_signal: Literal["USR1", "USR2", "TERM"] = "USR1"
+    """The signal that announces a preemption: save, then exit 75, for a scheduler to start the run again."""
+
+    @property
+    def preempt(self) -> signal.Signals:
+        return signal.Signals[f"SIG{self.preempt_signal}"]
 
 
 class Restart(SpecModel):
-    """New attempts after a failure."""
+    """New attempts after a failure. A run is started again only if it has saved a new checkpoint since its last start (a
+    script: if it ran for a minute), and never for an error that would come again: an import, or the same error at the same
+    step twice."""
 
     max: WholeNumber = Field(default=0, ge=0)
     """How many times a failed run is started again by itself."""
+    window: TimeSpan | None = None
+    """Only restarts within the last span of this length count against `max`; default: all of them."""
 
 
 class Trace(SpecModel):
@@ -176,10 +190,12 @@ class Trace(SpecModel):
 
 
 class Log(SpecModel):
-    """What is written to metrics.jsonl."""
+    """What is written to metrics.jsonl, and to the logs of the ranks."""
 
     every: WholeNumber = Field(default=1, ge=1)
     """Steps between two logged steps; the last step is always logged."""
+    output_mb: WholeNumber = Field(default=256, ge=1)
+    """A rank's log that grows beyond this many MB is set aside as rank-N.log.1, in place of the one before it."""
 
 
 class ClusterSpec(BaseModel):
@@ -314,9 +330,5 @@ class RunSpec(SpecModel):
         return self
 
 
-NOT_YET: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("compile",), False),
-    (("restart", "max"), 0),
-    (("watchdog", "hang"), None),
-)
+NOT_YET: tuple[tuple[tuple[str, ...], Any], ...] = ((("compile",), False),)
 """Fields that a later version brings: anything but the value given here is refused, never ignored."""

@@ -25,10 +25,12 @@ from mgpu.data.seeding import micro_batch_seed
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
+from mgpu.runs.heartbeat import Phase
 from mgpu.spec import RunSpec
 from mgpu.train.drift import FrozenSet, check_alike
 from mgpu.train.evaluation import evaluate
 from mgpu.train.feeding import EvaluationFeed
+from mgpu.train.heart import beat, beating
 from mgpu.train.saving import Saving, has_ended
 from mgpu.train.schedule import LearningRate
 from mgpu.train.trace import Trace
@@ -59,11 +61,13 @@ class Training:
         """Train to the end, or to an agreed stop; True if the training is complete."""
         clock = Clock()
         self.trainable.module.train()
-        started_at = self.position.step
+        started_at, phase = self.position.step, Phase.FIRST_STEP
         for turn in [] if self._is_last(self.position) else self.feed.turns():
+            beat(self.position.step + 1, phase)
             self.frozen.check(self.position.step)
             totals = self.strategy.forward_backward(self.trainable, self._window(turn))
             norm, stepped = self._step(totals)
+            phase = Phase.TRAINING
             before, self.position = self.position, turn.after.stepped(self.position.step + stepped)
             done = self._is_last(self.position)
             if stepped and (done or self.position.step % self.spec.log.every == 0):
@@ -73,17 +77,17 @@ class Training:
             if not done and has_ended(self.spec.evaluate.every, before, self.position):
                 self._evaluate()
             if not done and self.saving.is_due(before, self.position):
-                self._check_alike()
+                self._check_before_save()
                 self.saving.save(self.position)
             if float(totals.stop_votes) > 0 and not done:
-                self._check_alike()
+                self._check_before_save()
                 self.saving.finish(self.position)
                 return False
             if done:
                 break
         if self.trace is None:
             self._evaluate()
-        self._check_alike()
+        self._check_before_save()
         self.saving.finish(self.position)
         return True
 
@@ -128,6 +132,10 @@ class Training:
             or (self.trace is not None and position.step >= self.trace.steps)
         )
 
+    def _check_before_save(self) -> None:
+        beat(self.position.step, Phase.SAVING)
+        self._check_alike()
+
     def _check_alike(self) -> None:
         if self.strategy.replicated:
             check_alike(self.trainable.model, self.trainable.context, self.position.step)
@@ -150,7 +158,8 @@ class Training:
     def _evaluate(self) -> None:
         if self.evaluation is None:
             return
-        values = evaluate(self.trainable, self.evaluation, self.metrics, self.spec.seed)
+        batches = beating(self.evaluation, self.position.step, Phase.EVALUATING)
+        values = evaluate(self.trainable, batches, self.metrics, self.spec.seed)
         self.saving.measured(self.position.step, values)
         if self.logger is not None:
             self.run.record("evaluated", step=self.position.step, **values)

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mgpu.errors import CheckpointError
 from mgpu.files import sync_file, sync_folder, write_json
+from mgpu.parallel.base import Trainable
 
 _NAME = re.compile(r"step-(\d+)")
 
@@ -131,12 +132,13 @@ def _wait() -> None:
         dist.barrier()
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def gather_state(trainable: Trainable, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors of a training by name (`model.*`, `optimizer.<parameter>.<key>`), and the other optimizer values."""
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    tensors = {f"model.{name}": value for name, value in trainable.state_dict().items()}
     plain: dict[str, Any] = {}
+    names = {id(parameter): name for name, parameter in trainable.named_parameters.items()}
     for parameter, state in optimizer.state.items():
-        name = _names(model)[id(parameter)]
+        name = names[id(parameter)]
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
@@ -145,7 +147,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[di
     return tensors, plain
 
 
-def restore_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore_state(found: Found, trainable: Trainable, optimizer: torch.optim.Optimizer) -> None:
     """Load `found` by name; CheckpointError names what is missing, extra or of another shape. Hyperparameters stay."""
     reader = dcp.FileSystemReader(found.path)
     stored = {
@@ -153,14 +155,21 @@ def restore_state(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
         for name, kind in reader.read_metadata().state_dict_metadata.items()
         if isinstance(kind, TensorStorageMetadata)
     }
-    own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    _compare(own, {name: kind for name, kind in stored.items() if name.startswith("model.")})
-    fresh = {
-        name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in stored.items() if name not in own
-    }
+    own = {f"model.{name}": value for name, value in trainable.state_dict().items()}
+    whole = trainable.owned is None
+    _compare(own, {name: kind for name, kind in stored.items() if name.startswith("model.") and (whole or name in own)})
+    parameters = trainable.named_parameters
+    fresh: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        prefix = f"optimizer.{name}."
+        for key, kind in stored.items():
+            if key.startswith(prefix) and "." not in key.removeprefix(prefix):
+                alike = kind.size == parameter.shape
+                make = torch.empty_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
+                fresh[key] = make if alike else torch.empty(kind.size, dtype=kind.properties.dtype)
     _load({**own, **fresh}, reader)
     packed = optimizer.state_dict()
-    names = _names(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
@@ -181,10 +190,6 @@ def _load(tensors: dict[str, Tensor], reader: dcp.FileSystemReader) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _compare(own: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> None:

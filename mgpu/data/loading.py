@@ -134,6 +134,12 @@ class EvaluationCourse(Sampler[list[Key]]):
     replica: int
     replicas: int
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many batches each replica has."""
+        grid = BatchGrid(n=self.count, size=self.count, micro=self.micro, last="keep")
+        return tuple(map(len, grid.shares(len(grid.micro_batches(0)), self.replicas)))
+
     def __iter__(self) -> Iterator[list[Key]]:
         grid = BatchGrid(n=self.count, size=self.count, micro=self.micro, last="keep")
         ranges = grid.micro_batches(0)

@@ -101,12 +101,15 @@ def _check(path: str) -> list[dict[str, Any]]:
 def _preflight(path: str, send: Connection) -> None:
     from pathlib import Path
 
+    from mgpu.plan import Plan
     from mgpu.runs import Run
     from mgpu.spec import load_spec
     from mgpu.train.preflight import preflight
 
     os.dup2(2, 1)
-    send.send_bytes(json.dumps(preflight(load_spec(Run(Path(path)).spec_path).spec)).encode())
+    run = Run(Path(path))
+    plan = Plan.from_json(json.loads(run.plan_path.read_text()))
+    send.send_bytes(json.dumps(preflight(load_spec(run.spec_path).spec, plan)).encode())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from mgpu.spec.models import RunSpec
 
 
 @dataclass
@@ -43,6 +45,11 @@ class Context:
     scaler: Any = None
     stop: StopVote = field(default_factory=StopVote)
     reseed: Callable[[int], None] = lambda seed: None
+    devices: tuple[torch.device, ...] = ()
+    """The devices of this process: more than one where one process drives them all."""
+    compile: bool | str = False
+    """Compile the model's blocks; a text is the name of a torch.compile backend."""
+    activation_checkpointing: str = "none"
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The arithmetic of the forward pass: autocast for bf16 and fp16, nothing else."""
@@ -88,17 +95,40 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model ready to train. `model` is the user's own module, which checkpoints name; `module` is what is called."""
+    """A model ready to train. `model` is the user's own module, which checkpoints name; `module` is what is called.
+
+    `lockstep` says that a forward pass is collective over replicas, so that all must make the same number of them.
+    `counts` says whether this rank is the one that speaks for its replica (its peers see the same losses). `owned` are
+    this rank's parameters by the whole model's names, where it has not all of them.
+    """
 
     model: nn.Module
     module: nn.Module
     task: Task
     context: Context
+    lockstep: bool = False
+    counts: bool = True
+    owned: Mapping[str, nn.Parameter] | None = None
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by the name that the whole model has for each; a tied one by its first name."""
+        return dict(self.model.named_parameters() if self.owned is None else self.owned)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that train."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        """The parameters of this rank that train."""
+        return [parameter for parameter in self.named_parameters.values() if parameter.requires_grad]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank holds of the model's parameters and buffers, by the user's names; the union is the model."""
+        import torch
+
+        state = self.model.state_dict()
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+
+    def settle(self) -> None:
+        """Back to how parameters lie between steps, after passes without a backward."""
 
 
 class StrategyOptions(BaseModel):
@@ -108,6 +138,16 @@ class StrategyOptions(BaseModel):
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication library: `auto` is NCCL on GPUs and gloo on CPUs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a strategy is asked to agree to, before a process starts: `counts` are micro batches a replica and step."""
+
+    spec: RunSpec
+    device: str
+    devices: int
+    counts: tuple[int, ...]
 
 
 class Strategy(abc.ABC):
@@ -124,9 +164,36 @@ class Strategy(abc.ABC):
     def replicas(self, world: int) -> int:
         """How many whole copies of the model `world` ranks hold; PlanError where the strategy cannot use them."""
 
+    def processes(self, devices: int) -> int:
+        """How many ranks `devices` devices have."""
+        return devices
+
+    def mesh(self, world: int) -> dict[str, int]:
+        """The ranks as a mesh, outermost dimension first; PlanError where they cannot be one."""
+        return {"replicate": self.replicas(world)}
+
+    def check(self, layout: Layout) -> tuple[str, ...]:
+        """What the plan should tell of this layout; PlanError for what does not compose, with the reason."""
+        return ()
+
+    def fits(self, model: nn.Module, layout: Layout) -> None:
+        """PlanError where `model`, here without memory (on the meta device), cannot be laid out so."""
+
+    def materialize(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
+        """The model as `build` takes it: by default whole, with its weights, on the device."""
+        from mgpu.parallel._blocks import prepare_blocks
+
+        return prepare_blocks(make().to(context.device), context)
+
+    def scaler(self, context: Context) -> Any:
+        """What scales the losses of fp16; all ranks skip the same steps."""
+        import torch
+
+        return torch.amp.GradScaler(context.device.type)
+
     @abc.abstractmethod
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
-        """Lay `model` (already on the device, weights alike on all ranks) over the ranks."""
+        """Lay `model` (of `materialize`, weights alike on all ranks) over the ranks."""
 
     @abc.abstractmethod
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
@@ -140,27 +207,30 @@ class Strategy(abc.ABC):
         return torch.nn.utils.clip_grad_norm_(trainable.parameters, limit)
 
 
-def backward_one(trainable: Trainable, micro_batch: MicroBatch) -> Tensor:
-    """Forward and backward of one micro batch; returns float64 [sum of losses, units] on the device."""
+def backward_one(trainable: Trainable, micro_batch: MicroBatch, weight: float = 1.0) -> Tensor:
+    """Forward and backward of one micro batch; returns float64 [sum of losses, units] on the device, times `weight`."""
     import torch
 
     context = trainable.context
     context.reseed(micro_batch.seed)
     with context.autocast():
         loss_sum, units = trainable.task.loss(trainable.module, micro_batch.batch)
-    scaled = loss_sum * context.loss_scale
+    scaled = loss_sum * (context.loss_scale * weight)
     (context.scaler.scale(scaled) if context.scaler else scaled).backward()
     count = units.detach() if isinstance(units, torch.Tensor) else torch.tensor(units, device=context.device)
-    return torch.stack([loss_sum.detach().double(), count.double()])
+    return torch.stack([loss_sum.detach().double(), count.double()]) * weight
 
 
 def agree(context: Context, sums: Tensor) -> StepLoss:
-    """Add up [sum of losses, units] and the votes to stop over the replicas, in one small all-reduce."""
+    """Add up [sum of losses, units] and the votes to stop over all ranks, in one small all-reduce.
+
+    Where several ranks hold one replica, one of them gives its sums and the others give zeros.
+    """
     import torch
 
     vote = torch.tensor([float(context.stop.asked)], dtype=torch.float64, device=context.device)
     totals = torch.cat([sums, vote])
-    if context.replicas > 1:
+    if context.world > 1:
         torch.distributed.all_reduce(totals)
     return StepLoss(loss_sum=totals[0], units=totals[1], stop_votes=totals[2])
 

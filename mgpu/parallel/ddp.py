@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from mgpu.parallel._running import RunningStatistics
 from mgpu.parallel.base import (
     Context,
     StepLoss,
@@ -55,6 +56,7 @@ class Ddp(Strategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self.options.unused_parameters,
         )
+        ddp.broadcast_buffers = False  # once at the start is enough: running statistics are composed after each step
         if not self.options.unused_parameters:
             settle_buckets(ddp)
         return Trainable(model=model, module=ddp, task=task, context=context)
@@ -67,10 +69,11 @@ class Ddp(Strategy):
         overlapped = isinstance(trainable.module, DistributedDataParallel) and min(window.counts) > 0
         mine = window.counts[context.replica]
         sums = torch.zeros(2, dtype=torch.float64, device=context.device)
-        for index, micro_batch in enumerate(window.micro_batches):
-            reduces_now = overlapped and index == mine - 1
-            with contextlib.nullcontext() if reduces_now else _without_sync(trainable.module):
-                sums += backward_one(trainable, micro_batch)
+        with RunningStatistics(trainable.model, window.counts, context.replica):
+            for index, micro_batch in enumerate(window.micro_batches):
+                reduces_now = overlapped and index == mine - 1
+                with contextlib.nullcontext() if reduces_now else _without_sync(trainable.module):
+                    sums += backward_one(trainable, micro_batch)
         totals = agree(context, sums)
         if context.replicas > 1 and not overlapped:
             _sum_gradients(trainable)

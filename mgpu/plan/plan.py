@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from mgpu.errors import PlanError, Problem, SpecError, UnknownName
-from mgpu.parallel.base import Strategy
+from mgpu.parallel.base import Layout, Strategy
 from mgpu.plan.devices import choose_devices
 from mgpu.plugins import find_plugin, plugin_names
 from mgpu.spec.models import RunSpec
 from mgpu.topology import Topology
 
-LATER_STRATEGIES = ("dp", "fsdp", "model", "pipeline", "tensor", "hybrid", "tensorflow")
+LATER_STRATEGIES = ("tensorflow",)
 LATER_ENGINES = ("slurm", "kubernetes", "sky")
 LOCAL_OPTIONS = ("engine", "port")
 
@@ -41,10 +41,13 @@ class Plan:
     unit: str = "sample"
     port: int = 0
     notes: tuple[str, ...] = ()
+    mesh: dict[str, int] = field(default_factory=dict)
+    processes: int = 0
+    """Ranks; 0 means one a device."""
 
     @property
     def world(self) -> int:
-        return len(self.devices)
+        return self.processes or len(self.devices)
 
     @property
     def idle_share(self) -> float:
@@ -70,6 +73,8 @@ class Plan:
             ("ranks", f"{self.world} on {self.device}, backend {self.backend}, {self.threads} threads each"),
             ("devices", ", ".join(self.devices)),
         ]
+        if len(self.mesh) > 1:
+            rows.insert(1, ("mesh", " x ".join(f"{name} {size}" for name, size in self.mesh.items())))
         if self.size is not None:
             accumulation = "/".join(map(str, sorted(set(self.counts), reverse=True)))
             rows.append(("batch", f"{self.size} = micro {self.micro} x {sum(self.counts)} micro batches a step"))
@@ -116,9 +121,11 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
     strategy = make_strategy(spec)
     micro_batches = spec.batch.size // spec.batch.micro_size if spec.batch else None
     devices = choose_devices(spec.devices, topology, micro_batches)
-    world = len(devices.names)
+    world = strategy.processes(len(devices.names))
     replicas = strategy.replicas(world)
+    counts = _counts(spec, strategy, replicas)
     port = _port(spec)
+    told = strategy.check(Layout(spec, devices.kind, len(devices.names), counts)) if spec.batch else ()
     return Plan(
         strategy=spec.parallel.strategy,
         options=spec.parallel.options,
@@ -130,12 +137,14 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         grace=spec.watchdog.grace.seconds,
         size=spec.batch.size if spec.batch else None,
         micro=spec.batch.micro_size if spec.batch else None,
-        counts=_counts(spec, strategy, replicas),
+        counts=counts,
         steps=spec.duration.count if spec.duration and spec.duration.unit == "steps" else None,
         duration=str(spec.duration) if spec.duration else None,
         unit=str(spec.task.args.get("unit", "token" if spec.task.target.endswith(":NextByte") else "sample")),
         port=port,
-        notes=(devices.note,) if devices.note else (),
+        notes=((devices.note,) if devices.note else ()) + told,
+        mesh=strategy.mesh(world),
+        processes=world,
     )
 
 

@@ -192,8 +192,10 @@ class RunSpec(SpecModel):
     """Arithmetic of the forward pass; parameters stay in fp32."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the whole gradient."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: bool | str = False
+    """Compile the model's blocks with torch.compile; a text is the name of its backend (true: inductor)."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in backward rather than kept: nothing, all but matrix products, or each whole block."""
     numerics: Literal["fast", "exact"] = "fast"
     """`fast` agrees between layouts to rounding; `exact` to the last bit."""
     devices: DeviceRequest = DeviceRequest("auto")
@@ -249,7 +251,6 @@ class RunSpec(SpecModel):
 
 NOT_YET: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("numerics",), "fast"),
-    (("compile",), False),
     (("restart", "max"), 0),
     (("watchdog", "hang"), None),
 )

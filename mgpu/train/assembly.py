@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ from mgpu.data.position import BatchGrid, Position
 from mgpu.data.seeding import seed_everything, weights_seed
 from mgpu.errors import CheckpointError, DataError
 from mgpu.loggers.jsonl import JsonlLogger
-from mgpu.parallel.base import Context, StopVote
+from mgpu.parallel.base import Context, StopVote, Strategy, Trainable
 from mgpu.plan import Plan, make_strategy
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, Span, Target
+from mgpu.train.census import count_parameters
+from mgpu.train.evaluation import EvaluationData
 from mgpu.train.loop import Training
 from mgpu.train.schedule import LearningRate
 from mgpu.train.targets import build
@@ -60,21 +63,20 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     course = Course(grid, spec.seed, position, seat.replica, plan.replicas, epochs)
     # Loader processes are forked here, before this rank has threads or a device.
     batches = iter(_loader(train_data, course, spec, plan, spec.data.workers))
-    context = _context(spec, seat, _join(seat))
-    seed_everything(weights_seed(spec.seed))
-    model = build(spec.model, key=("model",)).to(context.device)
-    optimizer = _optimizer(spec.optimizer, model)
+    strategy = make_strategy(spec)
+    context = _context(spec, seat, strategy, _join(seat))
+    trainable = _lay_out(spec, strategy, context)
+    optimizer = _optimizer(spec.optimizer, trainable)
     if found:
-        restore_state(found, model, optimizer)
+        restore_state(found, trainable, optimizer)
         if context.scaler is not None and found.data.get("scaler"):
             context.scaler.load_state_dict(found.data["scaler"])
-    strategy = make_strategy(spec)
-    trainable = strategy.build(model, build(spec.task, key=("task",)), context)
     total = spec.duration.count * (grid.batches_per_epoch if epochs else 1)
+    parameters = count_parameters(trainable)
     evaluation = None
     if eval_data is not None:
         keys = EvaluationCourse(len(eval_data), spec.batch.micro_size, context.replica, plan.replicas)
-        evaluation = _loader(eval_data, keys, spec, plan, workers=0)
+        evaluation = EvaluationData(_loader(eval_data, keys, spec, plan, workers=0), keys.counts)
     return Training(
         spec=spec,
         run=run,
@@ -89,10 +91,22 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
             name: build(target, key=("metrics", name)).to(context.device) for name, target in spec.metrics.items()
         },
         checkpointer=checkpointer,
-        logger=_logger(seat, position, total, model) if seat.rank == 0 else None,
+        logger=_logger(seat, position, total, parameters) if seat.rank == 0 else None,
         position=position,
         total_steps=total,
     )
+
+
+def _lay_out(spec: RunSpec, strategy: Strategy, context: Context) -> Trainable:
+    """The model, drawn from the same seed in every layout, laid over the ranks."""
+
+    def make() -> torch.nn.Module:
+        assert spec.model
+        seed_everything(weights_seed(spec.seed))
+        model: torch.nn.Module = build(spec.model, key=("model",))
+        return model
+
+    return strategy.build(strategy.materialize(make, context), build(spec.task, key=("task",)), context)
 
 
 def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
@@ -113,9 +127,9 @@ def _loader(samples: Any, keys: Any, spec: RunSpec, plan: Plan, workers: int) ->
     )  # fmt: skip
 
 
-def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
+def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device) -> Context:
     assert spec.batch
-    return Context(
+    context = Context(
         rank=seat.rank,
         world=seat.plan.world,
         replica=seat.replica,
@@ -123,22 +137,39 @@ def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
         device=device,
         precision=spec.precision,
         loss_scale=2.0 ** -(spec.batch.size - 1).bit_length(),
-        scaler=torch.amp.GradScaler(device.type) if spec.precision == "fp16" else None,
         stop=seat.stop,
         reseed=seed_everything,
+        devices=_devices(seat.plan, device),
+        compile=spec.compile,
+        activation_checkpointing=spec.activation_checkpointing,
+    )
+    scaler = strategy.scaler(context) if spec.precision == "fp16" else None
+    return dataclasses.replace(context, scaler=scaler)
+
+
+def _devices(plan: Plan, device: torch.device) -> tuple[torch.device, ...]:
+    """What this rank drives: its own device, or all of them where the run has one process."""
+    if plan.world > 1 or len(plan.devices) == 1:
+        return (device,)
+    return tuple(
+        torch.device(plan.device, index if plan.device == "cuda" else None) for index in range(len(plan.devices))
     )
 
 
-def _logger(seat: Seat, position: Position, total: int, model: torch.nn.Module) -> JsonlLogger:
+def _logger(seat: Seat, position: Position, total: int, parameters: dict[str, Any]) -> JsonlLogger:
     logger = JsonlLogger()
     logger.open(seat.run, resume_step=position.step)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    seat.run.record("training", attempt=seat.attempt, start_step=position.step, total_steps=total, parameters=count)
+    seat.run.record("training", attempt=seat.attempt, start_step=position.step, total_steps=total, **parameters)
     return logger
 
 
-def _optimizer(target: Target, model: torch.nn.Module) -> torch.optim.Optimizer:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _optimizer(target: Target, trainable: Trainable) -> torch.optim.Optimizer:
+    """Sharded and plain parameters in groups of their own: an optimizer's fused passes take no mixture."""
+    kinds: dict[type, list[torch.Tensor]] = {}
+    for parameter in trainable.parameters:
+        kinds.setdefault(type(parameter.data), []).append(parameter)
+    groups = list(kinds.values())
+    parameters: Any = groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
     optimizer: torch.optim.Optimizer = build(target, parameters, key=("optimizer",))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -26,7 +26,7 @@ from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, Span
-from mgpu.train.evaluation import evaluate
+from mgpu.train.evaluation import EvaluationData, evaluate
 from mgpu.train.schedule import LearningRate
 
 
@@ -42,7 +42,7 @@ class Training:
     rate: LearningRate
     course: Course
     batches: Iterator[Any]
-    evaluation: Any
+    evaluation: EvaluationData | None
     metrics: dict[str, Any]
     checkpointer: Checkpointer
     logger: JsonlLogger | None
@@ -145,10 +145,20 @@ class Training:
         if self.logger is not None:
             self.run.record("evaluated", step=self.position.step, **values)
 
+    def closing(self) -> str | None:
+        """What the task has to say at the end. On all ranks: where the model is spread, calling it is collective."""
+        closing = getattr(self.trainable.task, "closing", None)
+        if closing is None:
+            return None
+        with torch.no_grad():
+            text: str | None = closing(self.trainable.model)
+        self.trainable.settle()
+        return text
+
     def save(self) -> None:
         """A checkpoint of this step, by all ranks together."""
         started = time.monotonic()
-        tensors, plain = gather_state(self.trainable.model, self.optimizer)
+        tensors, plain = gather_state(self.trainable, self.optimizer)
         scaler = self.trainable.context.scaler
         data = {
             "position": self.position.to_json(),

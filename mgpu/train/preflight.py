@@ -5,14 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mgpu.errors import Refusal
+from mgpu.parallel.base import Layout, Strategy
+from mgpu.plan import Plan, make_strategy
 from mgpu.spec import RunSpec, Target
 from mgpu.train.targets import TargetError, build, check
 
 Fault = dict[str, Any]
 
 
-def preflight(spec: RunSpec) -> list[Fault]:
+def preflight(spec: RunSpec, plan: Plan) -> list[Fault]:
     """Every fault found: `key` in the spec, `message`, `hint`. Nothing is trained, no device is touched."""
     if spec.script is not None or spec.data is None:
         return []
@@ -36,7 +40,22 @@ def preflight(spec: RunSpec) -> list[Fault]:
     for target, key in ((spec.data.train, ("data", "train")), (spec.data.eval, ("data", "eval"))):
         if target is not None:
             faults += _attempt(lambda t=target, k=key: _open(t, k), key)
-    return faults
+    return faults or _attempt(lambda: _lay_out(spec, plan), ("parallel",))
+
+
+def _lay_out(spec: RunSpec, plan: Plan) -> None:
+    """Ask the strategy whether it can split this model, built without memory."""
+    strategy = make_strategy(spec)
+    if type(strategy).fits is Strategy.fits:
+        return
+    assert spec.model
+    try:
+        with torch.device("meta"):
+            model = build(spec.model, key=("model",))
+    except Exception as error:  # code that reads values while it builds; the ranks build it with values
+        print(f"the model cannot be built without memory, so that its split is not checked: {error}")
+        return
+    strategy.fits(model, Layout(spec, plan.device, len(plan.devices), plan.counts))
 
 
 def _open(target: Target, key: tuple[str | int, ...]) -> None:

@@ -115,10 +115,10 @@ def _train(spec: RunSpec, seat: Seat) -> None:
         torch.backends.cudnn.allow_tf32 = True
     training = assemble(spec, seat)
     completed = training.run_to_end()
+    text = training.closing() if completed else None
     if training.logger is None:
         return
-    closing = getattr(training.trainable.task, "closing", None)
-    if completed and closing and (text := closing(training.trainable.model)):
+    if text:
         seat.run.record("note", text=text)
     outcome = "completed" if completed else "stopped"
     seat.run.record(outcome, attempt=seat.attempt, step=training.position.step)

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import PlanError
-from mgpu.parallel._gradients import clip_whole, local_gradients, multiply, sum_over
+from mgpu.parallel._gradients import align, clip_whole, local_gradients, multiply, sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._running import RunningStatistics, Unchanged
 from mgpu.parallel.base import Context, Layout, StepLoss, Strategy, Task, Trainable, Window, agree, backward_one
@@ -77,7 +77,8 @@ class Composed(Trainable):
 class ComposedStrategy(Strategy):
     """The engine; a strategy says its degrees and the options of the parts it uses."""
 
-    uneven_replicas = True
+    made: Sharding | None = None
+    """How this rank's model is sharded, from the moment it was made."""
 
     def degrees(self, world: int) -> Degrees:
         """The mesh of `world` ranks; PlanError where the strategy's options do not multiply to it."""
@@ -158,8 +159,8 @@ class ComposedStrategy(Strategy):
 
     def materialize(self, make: Any, context: Context) -> nn.Module:
         """On the host: what this rank does not keep need never be on the device."""
-        sharding = self.sharding()
-        model: nn.Module = sharding.make(make, context) if sharding is not None else make()
+        self.made = self.sharding()
+        model: nn.Module = self.made.make(make, context) if self.made is not None else make()
         return model
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
@@ -177,7 +178,7 @@ class ComposedStrategy(Strategy):
         if degrees.pipeline > 1:
             assert mesh is not None
             pipeline = Pipeline(model, context, mesh.get_group("pipeline"), **(self.pipeline() or {}))
-        sharding = self.sharding()
+        sharding = self.made
         if sharding is None or not sharding.on_meta:
             model.to(context.device) if pipeline is None else pipeline.to(context.device)
             _spread_first_weights(model, context, degrees, mesh)
@@ -193,10 +194,11 @@ class ComposedStrategy(Strategy):
         elif sharding is not None:
             sharding.fill(model, context)
         owned = pipeline.owned() if pipeline is not None else dict(model.named_parameters())
+        parallel_loss = split is not None and split.loss_parallel and degrees.tensor > 1
         trainable = Composed(
             model=model,
             module=model,
-            task=task,
+            task=WholeLoss(task) if parallel_loss else task,
             context=context,
             lockstep=degrees.shard > 1,
             counts=context.rank % (degrees.pipeline * degrees.tensor) == 0,
@@ -205,7 +207,7 @@ class ComposedStrategy(Strategy):
             degrees=degrees,
             pipeline=pipeline,
             sharding=sharding,
-            loss_parallel=split is not None and split.loss_parallel and degrees.tensor > 1,
+            loss_parallel=parallel_loss,
             holders=_holders(owned, degrees, pipeline),
         )
         if pipeline is not None:
@@ -221,6 +223,8 @@ class ComposedStrategy(Strategy):
         if pipeline is None and not trainable.counts:
             sums = sums * 0
         totals = agree(context, sums)
+        if degrees.tensor > 1:
+            align(trainable.parameters)
         if degrees.replicate > 1 and degrees.shard == 1:
             sum_over(trainable.group("replicate"), trainable.parameters)
         if pipeline is not None:
@@ -247,6 +251,30 @@ class ComposedStrategy(Strategy):
         assert isinstance(trainable, Composed) and trainable.holders is not None
         parameters = {name: value for name, value in trainable.named_parameters.items() if value.requires_grad}
         return clip_whole(parameters, trainable.holders, trainable.context.device, max_norm)
+
+
+class WholeLoss:
+    """A task whose model leaves its logits split over tensor peers: the loss is worked out on the parts."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        loss_sum, units = self.task.loss(model, batch)
+        return _whole(loss_sum), units
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            return tuple(map(_whole, self.task.evaluate(model, batch)))  # type: ignore[attr-defined]
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _loss_context(trainable: Composed) -> Any:

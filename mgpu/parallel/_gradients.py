@@ -29,12 +29,23 @@ def shards(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     sizes = (
-        size for size, place in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if place.is_shard()
+        size for size, place in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if not place.is_replicate()
     )
     count = 1
     for size in sizes:
         count *= size
     return count
+
+
+def align(parameters: Iterable[nn.Parameter]) -> None:
+    """Lay each gradient out as its parameter is: a backward pass may leave it whole, or in sums still to be added."""
+    from torch.distributed.tensor import DTensor
+
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def sum_over(group: Any, parameters: Iterable[nn.Parameter]) -> None:

@@ -58,5 +58,5 @@ class PipelineOptions(StrategyOptions):
     chunks: int = Field(default=2, ge=1)
     """Stages a rank, where the schedule leaves that open (looped, interleaved, zero-bubble)."""
 
-    def pipeline(self) -> dict[str, Any]:
+    def stages(self) -> dict[str, Any]:
         return {"schedule": self.schedule, "split": self.split, "chunks": self.chunks}

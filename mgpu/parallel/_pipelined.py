@@ -61,8 +61,9 @@ class Pipeline:
         }
         self.cutting = Cutting(model, self.parts, self.own)
         self.stages = [_stage(self, index) for index in self.own]
+        self.module_of = dict(zip(self.own, self.stages, strict=True))
         self.schedules: dict[Any, Any] = {}
-        self.calls: list[tuple[Call, MicroBatch, float]] = []
+        self.calls: list[tuple[Call, MicroBatch | None, float]] = []
         self.sums: list[Tensor] = []
         self.trainable: Trainable | None = None
         self.relay: Relay | None = None
@@ -133,12 +134,17 @@ class Pipeline:
         self.model.forward = self.relay.call
 
     def run_stage(self, stage: int, given: Tensor | None, index: int) -> Any:
-        """The part of `stage` in micro batch `index` of the calls at hand: what is handed over, or the scaled loss."""
+        """The part of `stage` in one of the calls at hand: what is handed over; of the last stage, the scaled loss.
+
+        A call without a micro batch is one from outside of training: of that, the last stage gives the output itself.
+        """
         import torch
         from torch import Tensor
 
         call, micro_batch, weight = self.calls[index]
         context = self.context
+        if micro_batch is None:
+            return self.cutting.run(stage, given, self.count - 1, call.args, call.kwargs)
         context.reseed(micro_batch.seed if stage == 0 else micro_batch.seed ^ (stage << 32))
         with context.autocast():
             output = self.cutting.run(stage, given, self.count - 1, call.args, call.kwargs)
@@ -150,6 +156,12 @@ class Pipeline:
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]) * weight)
         scaled = loss_sum * (context.loss_scale * weight)
         return context.scaler.scale(scaled) if context.scaler else scaled
+
+    def pass_stage(self, stage: int, given: Tensor | None) -> Any:
+        """Call a stage of this rank for the one call at hand, as a module: hooks on it run."""
+        import torch
+
+        return self.module_of[stage](*(() if given is None else (given,)), micro=torch.zeros(1, dtype=torch.int64))
 
     def run(self, trainable: Trainable, window: Window) -> Tensor:
         """Forward and backward of a window; [sum of losses, units] on the rank of the last stage, zeros elsewhere."""
@@ -164,7 +176,10 @@ class Pipeline:
         size = _size(whole[0][0]) if whole else None
         full = [item for item in whole if _size(item[0]) == size and item[2]]
         rest = [item for item in whole if not (_size(item[0]) == size and item[2])]
-        if self.schedule.kind is None or self.schedule.fault(len(full), self.ranks, self.chunks):
+        takes = not (self.schedule.kind is None or self.schedule.fault(len(full), self.ranks, self.chunks))
+        if trainable.lockstep:
+            takes = self._all_replicas(takes and not rest)
+        if not takes:
             full, rest = [], whole
         if full:
             self.calls = full
@@ -183,6 +198,15 @@ class Pipeline:
             sums += part
         counted = self.rank == self.owner_of_stage[-1] and self._speaks()
         return sums if counted else sums * 0
+
+    def _all_replicas(self, regular: bool) -> bool:
+        """Whether all replicas can run their whole window by schedule: their collectives must be the same ones."""
+        import torch
+        import torch.distributed as dist
+
+        agreed = torch.tensor(int(regular), device=self.context.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+        return bool(agreed)
 
     def _speaks(self) -> bool:
         """Of the tensor peers that hold the last stage, the first."""

@@ -32,13 +32,14 @@ class Relay:
         if torch.is_grad_enabled():
             raise RuntimeError("a pipeline's model is called outside of training: use torch.no_grad()")
         call = Call(args, kwargs)
+        pipeline.calls = [(call, None, 1.0)]
         output = None
         given: Tensor | None = None
         for stage in range(pipeline.count):
             given = self._forward_to(stage, given, _key(call))
             if stage in pipeline.own:
-                output = pipeline.cutting.run(stage, given, pipeline.count - 1, args, kwargs)
-                given = output
+                given = output = pipeline.pass_stage(stage, given)
+        pipeline.calls = []
         return self._from_last(output)
 
     def _from_last(self, output: Any) -> Any:
@@ -81,7 +82,7 @@ class Relay:
             if stage in pipeline.own:
                 if given is not None:
                     given = inputs[stage] = given.detach().requires_grad_(given.is_floating_point())
-                given = outputs[stage] = pipeline.run_stage(stage, given, 0)
+                given = outputs[stage] = pipeline.pass_stage(stage, given)
         gradient: Tensor | None = None
         for stage in reversed(range(pipeline.count)):
             if stage in pipeline.own:
@@ -107,7 +108,7 @@ class Relay:
                 if stage in pipeline.own:
                     if given is not None:
                         found[stage - 1] = _maker(given)
-                    given = pipeline.run_stage(stage, given, 0)
+                    given = pipeline.pass_stage(stage, given)
                     if stage < pipeline.count - 1:
                         found[stage] = _maker(given)
         del pipeline.sums[sums:]

@@ -18,6 +18,7 @@ from mgpu.errors import PlanError
 from mgpu.parallel._blocks import repeated_blocks
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 KEY = ("parallel", "split")
@@ -104,6 +105,7 @@ class Cutting:
         self.running: int | None = None
         self.given: Tensor | None = None
         self.shapes: dict[Any, Any] = {}
+        self.several = len(own) > 1
         self.forward: Callable[..., Any] = model.forward
         for part in parts:
             if part.stage not in own:
@@ -127,12 +129,20 @@ class Cutting:
         return output
 
     def _answer(self, part: Part, forward: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+        from torch.utils._pytree import tree_map_only
+
         def answer(*args: Any, **kwargs: Any) -> Any:
             if self.running is None:
                 return forward(*args, **kwargs)
             if part.stage == self.running:
                 args, kwargs = self._hand_in(part, args, kwargs)
-                return forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+                if self.several and (key := _key(part, args, kwargs)) not in self.shapes:
+                    self.shapes[key] = tree_map_only(
+                        torch.Tensor, lambda value: torch.empty_like(value, device="meta"), output
+                    )
+                return output
             if part.stage == self.running + 1:
                 raise HandedOver(self._hand_over(part, args, kwargs))
             if part.stage > self.running:
@@ -173,37 +183,23 @@ class Cutting:
     def _blank_answer(self, part: Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a module of an earlier stage would return, without values: worked out once for each shape of its input."""
         import torch
-        from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+        from torch.utils._pytree import tree_leaves, tree_map_only
 
-        leaves, structure = tree_flatten((args, kwargs))
-        key = (part.name, str(structure), tuple(_signature(leaf) for leaf in leaves), torch.is_autocast_enabled("cpu"))
-        if key not in self.shapes:
-            meta = [
-                torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-            ]
-            inner_args, inner_kwargs = tree_unflatten(meta, structure)
+        key = _key(part, args, kwargs)
+        if key not in self.shapes:  # a module of another rank, which has no memory here; one of this rank has run before
+            meta_args, meta_kwargs = tree_map_only(
+                torch.Tensor, lambda value: torch.empty_like(value, device="meta"), (args, kwargs)
+            )
             running, self.running = self.running, None
-            is_here = not any(parameter.is_meta for parameter in part.module.parameters())
             try:
                 with torch.no_grad():
-                    if is_here:  # a stage of this same rank: its parameters have values, which are not needed
-                        state = {
-                            name: torch.empty_like(value, device="meta")
-                            for name, value in (*part.module.named_parameters(), *part.module.named_buffers())
-                        }
-                        output = torch.func.functional_call(part.module, state, inner_args, inner_kwargs)
-                    else:
-                        output = forward(*inner_args, **inner_kwargs)
+                    self.shapes[key] = forward(*meta_args, **meta_kwargs)
             finally:
                 self.running = running
-            self.shapes[key] = output
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next((leaf.device for leaf in tensors), torch.device("cpu"))
         with self.blank:
-            return tree_map_only(
-                torch.Tensor,
-                lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
-                self.shapes[key],
-            )
+            return tree_map_only(torch.Tensor, lambda value: _blank_like(value, device), self.shapes[key])
 
     def _first_blank(self, output: Any) -> str | None:
         from torch._subclasses.fake_tensor import FakeTensor
@@ -241,12 +237,28 @@ def _empty(module: nn.Module) -> None:
                 inner._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
-def _signature(leaf: Any) -> Any:
+def _key(part: Part, args: Any, kwargs: Any) -> Any:
+    """What the shapes of a module's output depend on."""
+    import torch
+    from torch.utils._pytree import tree_flatten
+
+    leaves, structure = tree_flatten((args, kwargs))
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    mixed = any(torch.is_autocast_enabled(device) for device in devices)
+    return part.name, str(structure), mixed, tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, int | float | str | bool | None)
+        else type(leaf).__name__
+        for leaf in leaves
+    )
+
+
+def _blank_like(value: Tensor, device: torch.device) -> Tensor:
     import torch
 
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype)
-    return leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 def direct_parameters(model: nn.Module, parts: list[Part]) -> dict[str, nn.Parameter]:

@@ -23,15 +23,12 @@ class HybridOptions(ShardingOptions, PipelineOptions, TensorOptions):
     """Whole copies of the model."""
     shard: Degree = 1
     """Ranks that parameters are sharded over (FSDP)."""
-    pipeline: Degree = 1  # type: ignore[assignment]
+    pipeline: Degree = 1
     """Ranks that stages are spread over."""
     tensor: Degree = 1
     """Ranks that layers are split over."""
     context: int = Field(default=1, ge=1)
     """Ranks that a sequence is split over; not supported above 1."""
-
-    def stages(self) -> dict[str, Any]:
-        return {"schedule": self.schedule, "split": self.split, "chunks": self.chunks}
 
 
 class Hybrid(ComposedStrategy):

@@ -28,4 +28,4 @@ class Pipeline(ComposedStrategy):
         return self.divided(world, replicate=self.options.replicate, rest="pipeline")
 
     def pipeline(self) -> dict[str, Any]:
-        return self.options.pipeline()
+        return self.options.stages()

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-SECONDS = 90
+SECONDS = 40
 
 
 class RankFailed(Exception):

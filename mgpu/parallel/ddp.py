@@ -31,6 +31,10 @@ class DdpOptions(StrategyOptions):
 
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size of one all-reduce in MiB."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets that travel: one copy less, in memory and in time."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order; then unused ones cost nothing more."""
     unused_parameters: bool = False
     """Allow parameters that get no gradient in a step; costs a walk through the graph each step."""
 
@@ -53,7 +57,8 @@ class Ddp(Strategy):
             model,
             device_ids=[context.device.index] if context.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mb,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            static_graph=self.options.static_graph,
             find_unused_parameters=self.options.unused_parameters,
         )
         ddp.broadcast_buffers = False  # once at the start is enough: running statistics are composed after each step

@@ -22,8 +22,9 @@ class RankFailed(Exception):
 
 
 class RankPool:
-    def __init__(self, world):
+    def __init__(self, world, folder):
         self.world = world
+        self.folder = folder
         self.process = None
         self.attempt = 0
 
@@ -37,6 +38,7 @@ class RankPool:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(self.world)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
             )  # fmt: skip
         self.attempt += 1
         self.process.stdin.write(json.dumps({**command, "attempt": self.attempt}) + "\n")
@@ -152,4 +154,5 @@ def collectives(command, rank, world, port):
 DO = {"train": train, "collectives": collectives}
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # user code of the run, not its original beside this file
     main(int(sys.argv[1]))

@@ -170,7 +170,7 @@ def restore_state(found: Found, trainable: Trainable, optimizer: torch.optim.Opt
     _load({**own, **fresh}, reader)
     packed = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in parameters.items()}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    order = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
         prefix = f"optimizer.{name}."

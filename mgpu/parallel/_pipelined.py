@@ -178,7 +178,7 @@ class Pipeline:
         rest = [item for item in whole if not (_size(item[0]) == size and item[2])]
         takes = not (self.schedule.kind is None or self.schedule.fault(len(full), self.ranks, self.chunks))
         if trainable.lockstep:
-            takes = self._all_replicas(takes and not rest)
+            takes = self._alike((len(full), size) if takes and not rest else None)
         if not takes:
             full, rest = [], whole
         if full:
@@ -199,14 +199,16 @@ class Pipeline:
         counted = self.rank == self.owner_of_stage[-1] and self._speaks()
         return sums if counted else sums * 0
 
-    def _all_replicas(self, regular: bool) -> bool:
-        """Whether all replicas can run their whole window by schedule: their collectives must be the same ones."""
+    def _alike(self, window: Any) -> bool:
+        """Whether all replicas can run their whole window by the same schedule: their collectives must be the same."""
         import torch
         import torch.distributed as dist
 
-        agreed = torch.tensor(int(regular), device=self.context.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        return bool(agreed)
+        mark = -1 if window is None else hash(window) & 0x7FFF_FFFF  # numbers alone: alike in all processes
+        bounds = torch.tensor([mark, -mark], device=self.context.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MIN)
+        least, most = bounds.tolist()
+        return bool(least == -most and least >= 0)
 
     def _speaks(self) -> bool:
         """Of the tensor peers that hold the last stage, the first."""

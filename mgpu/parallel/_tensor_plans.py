@@ -122,6 +122,7 @@ class TensorSplit:
         from torch.distributed.tensor.parallel import parallelize_module
 
         ties = _ties(model)
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         here = {
             name: _style(style)
             for name, style in self.styles(model).items()
@@ -140,6 +141,9 @@ class TensorSplit:
                         key=("parallel", "plan"),
                     )
                 other._parameters[other_name] = first
+        for name, parameter in model.named_parameters():
+            if name in frozen:  # some styles make their parameters anew
+                parameter.requires_grad_(False)
 
 
 def _heads(modules: Mapping[str, nn.Module], name: str) -> int | None:

@@ -168,7 +168,8 @@ def _optimizer(target: Target, trainable: Trainable) -> torch.optim.Optimizer:
     kinds: dict[type, list[torch.Tensor]] = {}
     for parameter in trainable.parameters:
         kinds.setdefault(type(parameter.data), []).append(parameter)
-    groups = list(kinds.values())
+    # A rank whose stage is frozen has nothing to train, which no optimizer takes.
+    groups = list(kinds.values()) or [[torch.nn.Parameter(torch.empty(0))]]
     parameters: Any = groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
     optimizer: torch.optim.Optimizer = build(target, parameters, key=("optimizer",))
     for group in optimizer.param_groups:

@@ -4,6 +4,7 @@
 fails or hangs ends the pool's processes; the next one gets new ones.
 """
 
+import faulthandler
 import json
 import os
 import select
@@ -106,10 +107,12 @@ def serve(rank, world, port, commands, answers):
     for line in commands:
         command = json.loads(line)
         fault, value = None, None
+        faulthandler.dump_traceback_later(SECONDS * 0.8)
         try:
             value = DO[command["do"]](command, rank, world, port)
         except BaseException:
             fault = traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         if dist.is_initialized() and fault is None:
             dist.destroy_process_group()
         answers.write(json.dumps({"fault": fault, "value": value}) + "\n")

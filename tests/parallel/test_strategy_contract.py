@@ -75,7 +75,7 @@ def test_three_micro_batches_a_replica(workshop, layout):
     world, parallel = layout
     _, replicas = workshop.replicas(world, parallel)
     settings = {"model__args": {"double": True}, "batch": {"size": 6 * replicas, "micro": 2}, "data__train__args": {"n": 40}}
-    if "pipeline" in parallel and parallel["schedule"] == "interleaved":
+    if "pipeline" in parallel and parallel.get("schedule") == "interleaved":
         settings["batch"]["size"] = 8 * replicas
     trained = workshop.train(world, parallel=parallel, duration="3 steps", **settings)
     assert_same(trained, workshop.single(duration="3 steps", **settings), 1e-9)

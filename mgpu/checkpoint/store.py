@@ -147,8 +147,11 @@ def gather_state(trainable: Trainable, optimizer: torch.optim.Optimizer) -> tupl
     return tensors, plain
 
 
-def restore_state(found: Found, trainable: Trainable, optimizer: torch.optim.Optimizer) -> None:
-    """Load `found` by name; CheckpointError names what is missing, extra or of another shape. Hyperparameters stay."""
+def restore_state(found: Found, trainable: Trainable, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Load `found` by name; CheckpointError names what is missing, extra or of another shape. Hyperparameters stay.
+
+    Returns what the strategy saved on this rank.
+    """
     reader = dcp.FileSystemReader(found.path)
     stored = {
         name: kind
@@ -167,7 +170,13 @@ def restore_state(found: Found, trainable: Trainable, optimizer: torch.optim.Opt
                 alike = kind.size == parameter.shape
                 make = torch.empty_like(parameter, dtype=kind.properties.dtype, requires_grad=False)
                 fresh[key] = make if alike else torch.empty(kind.size, dtype=kind.properties.dtype)
-    _load({**own, **fresh}, reader)
+    rank = f"strategy.rank-{trainable.context.rank}."
+    strategy = {
+        name: torch.empty(kind.size, dtype=kind.properties.dtype)
+        for name, kind in stored.items()
+        if name.startswith(rank)
+    }
+    _load({**own, **fresh, **strategy}, reader)
     packed = optimizer.state_dict()
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
@@ -183,6 +192,7 @@ def restore_state(found: Found, trainable: Trainable, optimizer: torch.optim.Opt
         if values:
             states[index] = values
     optimizer.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
+    return {name.removeprefix(rank): value for name, value in strategy.items()}
 
 
 def _load(tensors: dict[str, Tensor], reader: dcp.FileSystemReader) -> None:

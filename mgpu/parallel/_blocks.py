@@ -46,11 +46,16 @@ def prepare_blocks(model: nn.Module, context: Context) -> nn.Module:
     """Recompute activations and compile, block by block (the whole model where it is no stack); names stay as they are."""
     if context.activation_checkpointing == "none" and not context.compile:
         return model
+    import torch
+
     for block in (repeated_blocks(model) or {"": model}).values():
+        if any(parameter.is_meta for parameter in block.parameters()):
+            continue  # another rank's
         if context.activation_checkpointing != "none":
             _recompute(block, selective=context.activation_checkpointing == "selective")
         if context.compile:
-            block.compile(backend=context.compile if isinstance(context.compile, str) else "inductor")
+            backend = context.compile if isinstance(context.compile, str) else "inductor"
+            block.forward = torch.compile(block.forward, backend=backend)
     return model
 
 

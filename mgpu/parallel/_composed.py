@@ -54,7 +54,7 @@ class Composed(Trainable):
     """A model laid over a mesh. `holders` says how many ranks hold (a part of) each parameter."""
 
     mesh: DeviceMesh | None = None
-    degrees: Degrees = Degrees()  # noqa: RUF009 - frozen
+    degrees: Degrees = Degrees()
     pipeline: Pipeline | None = None
     sharding: Sharding | None = None
     loss_parallel: bool = False
@@ -187,6 +187,8 @@ class ComposedStrategy(Strategy):
             assert mesh is not None
             split.apply(model, mesh["tensor"])
         prepare_blocks(model, context)
+        if pipeline is not None:
+            pipeline.cutting.cut()
         if sharding is not None and degrees.shard > 1:
             assert mesh is not None
             data = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)

@@ -29,7 +29,9 @@ def shards(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     sizes = (
-        size for size, place in zip(parameter.device_mesh.shape, parameter.placements, strict=True) if not place.is_replicate()
+        size
+        for size, place in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        if not place.is_replicate()
     )
     count = 1
     for size in sizes:
@@ -43,9 +45,10 @@ def align(parameters: Iterable[nn.Parameter]) -> None:
 
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def sum_over(group: Any, parameters: Iterable[nn.Parameter]) -> None:

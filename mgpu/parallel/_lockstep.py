@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,5 +42,5 @@ def _from_first(micro_batch: MicroBatch | None, device: torch.device) -> MicroBa
 
     holder: list[Any] = [micro_batch]
     torch.distributed.broadcast_object_list(holder, src=0, device=device)
-    given = holder[0]
-    return type(given)(given.seed, tree_map_only(torch.Tensor, lambda value: value.to(device), given.batch))
+    given: MicroBatch = holder[0]
+    return dataclasses.replace(given, batch=tree_map_only(torch.Tensor, lambda value: value.to(device), given.batch))

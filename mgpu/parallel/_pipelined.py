@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import PlanError
 from mgpu.parallel._calls import Call, call_of, loss_of
+from mgpu.parallel._gradients import sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._relay import Relay
 from mgpu.parallel._running import Unchanged
@@ -60,8 +61,7 @@ class Pipeline:
             name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
         self.cutting = Cutting(model, self.parts, self.own)
-        self.stages = [_stage(self, index) for index in self.own]
-        self.module_of = dict(zip(self.own, self.stages, strict=True))
+        self.module_of = {index: _stage(self, index) for index in self.own}
         self.schedules: dict[Any, Any] = {}
         self.calls: list[tuple[Call, MicroBatch | None, float]] = []
         self.sums: list[Tensor] = []
@@ -117,19 +117,26 @@ class Pipeline:
             name: len({self.owner_of_stage[stage] for stage in stages}) for name, stages in self._tied_stages.items()
         }
 
+    @property
+    def stages(self) -> list[nn.Module]:
+        """This rank's stages as modules."""
+        return list(self.module_of.values())
+
     def sum_tied(self) -> None:
         """Add up the gradients of parameters that stages on several ranks share."""
         assert self.trainable is not None
         parameters = self.trainable.named_parameters
         for name, (group, _) in sorted(self.tie_groups.items()):
-            from mgpu.parallel._gradients import sum_over
-
             if parameters[name].requires_grad:
                 sum_over(group, [parameters[name]])
 
     def attach(self, trainable: Trainable) -> None:
         """Make calls of the user's model go through all stages: every rank of the group calls it, and gets its output."""
+        import torch
+
         self.trainable = trainable
+        if self.context.scaler is not None:  # it begins with its first loss, which only the last stage has
+            self.context.scaler.scale(torch.zeros((), device=self.context.device))
         self.relay = Relay(self)
         self.model.forward = self.relay.call
 
@@ -169,7 +176,7 @@ class Pipeline:
 
         assert self.relay is not None
         self.sums = []
-        whole = [
+        whole: list[tuple[Call, MicroBatch | None, float]] = [
             (call_of(trainable.task, self.model, micro_batch, self.context), micro_batch, 1.0 if real else 0.0)
             for micro_batch, real in passes(trainable, window)
         ]
@@ -229,21 +236,20 @@ class Pipeline:
 
     def _make_schedule(self, count: int, size: Any) -> Any:
         import torch
-
-        import torch.distributed.pipelining as pipelining
+        from torch.distributed import pipelining
         from torch.distributed.pipelining import PipelineStage
 
         assert self.relay is not None and self.schedule.kind is not None
         shapes = self.relay.probe()
         device = self.context.device
         stages = []
-        for stage in self.stages:
-            before = shapes.get(stage.index - 1)
-            after = shapes.get(stage.index)
+        for index, stage in self.module_of.items():
+            before = shapes.get(index - 1)
+            after = shapes.get(index)
             stages.append(
                 PipelineStage(
                     stage,
-                    stage.index,
+                    index,
                     self.count,
                     device,
                     input_args=torch.zeros(1, dtype=torch.int64) if before is None else before(device),
@@ -273,7 +279,6 @@ def _stage(pipeline: Pipeline, index: int) -> nn.Module:
     class Stage(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.index = index
             self.parts = nn.ModuleList(part.module for part in pipeline.parts if part.stage == index)
             for position, parameter in enumerate(pipeline.direct.values() if index == 0 else ()):
                 self.register_parameter(f"direct_{position}", parameter)

@@ -94,7 +94,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 class Cutting:
-    """Which stage is running, and what each part answers; the parts' forwards are replaced by its own."""
+    """Which stage is running, and what each part answers. Parts of other ranks give up their memory at once."""
 
     def __init__(self, model: nn.Module, parts: list[Part], own: Sequence[int]) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -110,8 +110,12 @@ class Cutting:
         for part in parts:
             if part.stage not in own:
                 _empty(part.module)
-            part.module.forward = self._answer(part, part.module.forward)
         self._blank_direct_parameters(model, parts, own)
+
+    def cut(self) -> None:
+        """Replace the parts' forwards, once what belongs inside them (recomputation, compilation) is there."""
+        for part in self.parts:
+            part.module.forward = self._answer(part, part.module.forward)
 
     def run(self, stage: int, given: Tensor | None, last: int, args: Any, kwargs: Any) -> Any:
         """One pass of `stage`: what it hands over, or the model's output if it is the last."""
@@ -175,9 +179,8 @@ class Cutting:
         from torch.utils._pytree import tree_leaves
 
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
-                if leaf.is_floating_point():
-                    return leaf
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_floating_point():
+                return leaf
         raise Uncuttable(f"{part.name} begins stage {part.stage}, but is called without a tensor of activations")
 
     def _blank_answer(self, part: Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,7 +189,9 @@ class Cutting:
         from torch.utils._pytree import tree_leaves, tree_map_only
 
         key = _key(part, args, kwargs)
-        if key not in self.shapes:  # a module of another rank, which has no memory here; one of this rank has run before
+        if (
+            key not in self.shapes
+        ):  # a module of another rank, which has no memory here; one of this rank has run before
             meta_args, meta_kwargs = tree_map_only(
                 torch.Tensor, lambda value: torch.empty_like(value, device="meta"), (args, kwargs)
             )
@@ -245,13 +250,18 @@ def _key(part: Part, args: Any, kwargs: Any) -> Any:
     leaves, structure = tree_flatten((args, kwargs))
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
     mixed = any(torch.is_autocast_enabled(device) for device in devices)
-    return part.name, str(structure), mixed, tuple(
-        (tuple(leaf.shape), leaf.dtype)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, int | float | str | bool | None)
-        else type(leaf).__name__
-        for leaf in leaves
+    return (
+        part.name,
+        str(structure),
+        mixed,
+        tuple(
+            (tuple(leaf.shape), leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if isinstance(leaf, int | float | str | bool | None)
+            else type(leaf).__name__
+            for leaf in leaves
+        ),
     )
 
 

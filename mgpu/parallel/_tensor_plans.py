@@ -190,8 +190,8 @@ def _style(name: str) -> Any:
 
     whole, parts = Replicate(), Shard(1)
     styles: dict[str, Any] = {
-        "colwise": lambda: ColwiseParallel(),
-        "rowwise": lambda: RowwiseParallel(),
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
         "colwise_gather": lambda: ColwiseParallel(output_layouts=whole),
         "colwise_gather_sequence": lambda: ColwiseParallel(input_layouts=parts, output_layouts=whole),
         "rowwise_scatter": lambda: RowwiseParallel(output_layouts=parts),

@@ -109,6 +109,8 @@ class Trainable:
     lockstep: bool = False
     counts: bool = True
     owned: Mapping[str, nn.Parameter] | None = None
+    copies: bool = False
+    """Whether every rank holds the same values: then a difference is an error."""
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -119,6 +121,11 @@ class Trainable:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of this rank that train."""
         return [parameter for parameter in self.named_parameters.values() if parameter.requires_grad]
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the parameters that train."""
+        return [name for name, parameter in self.named_parameters.items() if parameter.requires_grad]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank holds of the model's parameters and buffers, by the user's names; the union is the model."""
@@ -176,7 +183,7 @@ class Strategy(abc.ABC):
         """What the plan should tell of this layout; PlanError for what does not compose, with the reason."""
         return ()
 
-    def fits(self, model: nn.Module, layout: Layout) -> None:
+    def fits(self, model: nn.Module, layout: Layout) -> None:  # noqa: B027 - most take any model
         """PlanError where `model`, here without memory (on the meta device), cannot be laid out so."""
 
     def materialize(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
@@ -198,6 +205,13 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         """Leave the gradient of the global batch in `.grad`: sum of losses over all its units / number of units."""
+
+    def state(self, trainable: Trainable) -> dict[str, Tensor]:
+        """What this rank must find again in a checkpoint beside the model and the optimizer."""
+        return {}
+
+    def load_state(self, trainable: Trainable, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - few have any
+        """Take back what `state` gave on this rank; empty where the checkpoint has nothing for it."""
 
     def clip(self, trainable: Trainable, max_norm: float | None) -> Tensor:
         """Scale the whole gradient to at most `max_norm`, once; returns its norm before that."""

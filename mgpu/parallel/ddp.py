@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from mgpu.errors import PlanError
+from mgpu.parallel._compression import compress, load_powersgd, powersgd_tensors
 from mgpu.parallel._running import RunningStatistics
 from mgpu.parallel.base import (
     Context,
+    Layout,
     StepLoss,
     Strategy,
     StrategyOptions,
@@ -37,6 +42,19 @@ class DdpOptions(StrategyOptions):
     """Promise that every step uses the same parameters in the same order; then unused ones cost nothing more."""
     unused_parameters: bool = False
     """Allow parameters that get no gradient in a step; costs a walk through the graph each step."""
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Make gradients smaller for the way between ranks. Not exact: results then depend on the number of ranks."""
+    powersgd_rank: int = Field(default=2, ge=1)
+    """Rank of PowerSGD's approximation of each matrix: traffic and precision grow with it."""
+    powersgd_start: int = Field(default=100, ge=2)
+    """Steps before PowerSGD begins, while gradients change fast."""
+
+
+@dataclass(frozen=True)
+class DdpTrainable(Trainable):
+    """A model in DDP, with the state of its compression, which checkpoints hold."""
+
+    powersgd: Any = None
 
 
 class Ddp(Strategy):
@@ -46,6 +64,22 @@ class Ddp(Strategy):
 
     def replicas(self, world: int) -> int:
         return world
+
+    def check(self, layout: Layout) -> tuple[str, ...]:
+        assert isinstance(self.options, DdpOptions)
+        options, compress = self.options, self.options.compress
+        if options.static_graph and any(count > 1 for count in layout.counts):
+            raise PlanError(
+                f"static_graph does not compose with {max(layout.counts)} micro batches a replica and step: DDP "
+                "learns the graph in its first backward, which must be a synchronised one",
+                key=("parallel", "static_graph"),
+                hint="write static_graph: false, or a batch.micro that needs no accumulation",
+            )
+        if compress == "none":
+            return ()
+        if layout.spec.numerics == "exact":
+            raise PlanError(f"compress: {compress} does not compose with numerics: exact", key=("parallel", "compress"))
+        return (f"compress {compress}: results depend on the number of ranks, to the precision of what travels",)
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
         if context.world == 1:
@@ -64,7 +98,18 @@ class Ddp(Strategy):
         ddp.broadcast_buffers = False  # once at the start is enough: running statistics are composed after each step
         if not self.options.unused_parameters:
             settle_buckets(ddp)
-        return Trainable(model=model, module=ddp, task=task, context=context)
+        powersgd = None
+        if self.options.compress != "none":
+            powersgd = compress(ddp, self.options.compress, self.options.powersgd_rank, self.options.powersgd_start)
+        return DdpTrainable(model=model, module=ddp, task=task, context=context, copies=True, powersgd=powersgd)
+
+    def state(self, trainable: Trainable) -> dict[str, Tensor]:
+        powersgd = getattr(trainable, "powersgd", None)
+        return powersgd_tensors(powersgd, trainable.context.world) if powersgd is not None else {}
+
+    def load_state(self, trainable: Trainable, state: Mapping[str, Tensor]) -> None:
+        if (powersgd := getattr(trainable, "powersgd", None)) is not None:
+            load_powersgd(powersgd, state, trainable.context.world, trainable.context.device)
 
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         import torch

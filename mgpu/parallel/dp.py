@@ -7,6 +7,7 @@ ddp is faster.
 
 from __future__ import annotations
 
+import functools
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from mgpu.parallel.base import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
@@ -80,7 +82,7 @@ def _round(trainable: Trainable, together: list[MicroBatch]) -> Tensor:
     for micro_batch, device in zip(together, devices, strict=True):
         with torch.cuda.device(device):
             context.reseed(micro_batch.seed)
-        inputs.append((tree_map_only(torch.Tensor, lambda value, to=device: value.to(to), micro_batch.batch),))
+        inputs.append((tree_map_only(torch.Tensor, functools.partial(_move, device), micro_batch.batch),))
     with context.autocast():
         parts = parallel_apply(copies, inputs, devices=devices)
     loss_sum = torch.stack([part[0].to(context.device) for part in parts]).sum()
@@ -88,6 +90,10 @@ def _round(trainable: Trainable, together: list[MicroBatch]) -> Tensor:
     scaled = loss_sum * context.loss_scale
     (context.scaler.scale(scaled) if context.scaler else scaled).backward()
     return torch.stack([loss_sum.detach().double(), units])
+
+
+def _move(device: torch.device, value: Tensor) -> Tensor:
+    return value.to(device)
 
 
 def _losses(trainable: Trainable) -> nn.Module:

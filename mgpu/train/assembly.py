@@ -68,7 +68,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     trainable = _lay_out(spec, strategy, context)
     optimizer = _optimizer(spec.optimizer, trainable)
     if found:
-        restore_state(found, trainable, optimizer)
+        strategy.load_state(trainable, restore_state(found, trainable, optimizer))
         if context.scaler is not None and found.data.get("scaler"):
             context.scaler.load_state_dict(found.data["scaler"])
     total = spec.duration.count * (grid.batches_per_epoch if epochs else 1)
@@ -151,9 +151,7 @@ def _devices(plan: Plan, device: torch.device) -> tuple[torch.device, ...]:
     """What this rank drives: its own device, or all of them where the run has one process."""
     if plan.world > 1 or len(plan.devices) == 1:
         return (device,)
-    return tuple(
-        torch.device(plan.device, index if plan.device == "cuda" else None) for index in range(len(plan.devices))
-    )
+    return tuple(torch.device("cuda", index) if plan.device == "cuda" else device for index in range(len(plan.devices)))
 
 
 def _logger(seat: Seat, position: Position, total: int, parameters: dict[str, Any]) -> JsonlLogger:

@@ -26,6 +26,7 @@ from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, Span
+from mgpu.train.drift import refuse_drift, refuse_unfrozen
 from mgpu.train.evaluation import EvaluationData, evaluate
 from mgpu.train.schedule import LearningRate
 
@@ -53,10 +54,12 @@ class Training:
         """Train to the end, or to an agreed stop; True if the training is complete."""
         clock = Clock()
         self.trainable.module.train()
+        trained = self.trainable.trained
         for share in self.course.shares():
             if self.position.step >= self.total_steps:
                 break
             totals = self.strategy.forward_backward(self.trainable, self._window(share))
+            refuse_unfrozen(self.trainable, trained)
             norm, stepped = self._step()
             before, self.position = self.position, share.after.stepped(self.position.step + stepped)
             done = self._is_last(self.position)
@@ -158,7 +161,11 @@ class Training:
     def save(self) -> None:
         """A checkpoint of this step, by all ranks together."""
         started = time.monotonic()
+        refuse_drift(self.trainable)
         tensors, plain = gather_state(self.trainable, self.optimizer)
+        rank = self.trainable.context.rank
+        own = self.strategy.state(self.trainable)
+        tensors.update({f"strategy.rank-{rank}.{name}": value for name, value in own.items()})
         scaler = self.trainable.context.scaler
         data = {
             "position": self.position.to_json(),

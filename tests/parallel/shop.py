@@ -60,10 +60,16 @@ class Workshop:
     def run(self, world, **settings):
         """A run that is laid out and not started; dots in a setting's name as double underscores."""
         settings = {"devices": f"cpu:{world}", **settings}
-        sets = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in settings.items()]
+        values = {
+            name: json.dumps(value).replace('"stack.py:', f'"{self.folder}/stack.py:')
+            for name, value in settings.items()
+        }
+        sets = [f"{name.replace('__', '.')}={value}" for name, value in values.items()]
         loaded = load_spec(self.folder / "spec.yaml", sets)
         plan = make_plan(loaded.spec, Topology.detect())
-        return RunStore(self.folder / "runs").create("t", loaded.dump(), plan.to_json(), [], spec_source="spec.yaml"), plan.world
+        return RunStore(self.folder / "runs").create(
+            "t", loaded.dump(), plan.to_json(), [], spec_source="spec.yaml"
+        ), plan.world
 
     def train(self, world, **settings):
         run, ranks = self.run(world, **settings)
@@ -114,8 +120,8 @@ def assert_same(trained, expected, tolerance, evaluations=True):
         )
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory):
+@pytest.fixture(scope="module", name="workshop")
+def make_workshop(tmp_path_factory):
     """The workshop that the strategies of a test module are tried in."""
     shop = Workshop(tmp_path_factory.mktemp("strategies"))
     yield shop

@@ -2,7 +2,7 @@
 other's checkpoint."""
 
 import pytest
-from shop import assert_same, workshop  # noqa: F401
+from shop import assert_same, make_workshop  # noqa: F401
 
 from mgpu.data.order import EpochOrder
 from mgpu.plugins import plugin_names
@@ -74,7 +74,11 @@ def test_one_micro_batch_a_replica_frozen_parameters_and_single_precision(worksh
 def test_three_micro_batches_a_replica(workshop, layout):
     world, parallel = layout
     _, replicas = workshop.replicas(world, parallel)
-    settings = {"model__args": {"double": True}, "batch": {"size": 6 * replicas, "micro": 2}, "data__train__args": {"n": 40}}
+    settings = {
+        "model__args": {"double": True},
+        "batch": {"size": 6 * replicas, "micro": 2},
+        "data__train__args": {"n": 40},
+    }
     if "pipeline" in parallel and parallel.get("schedule") == "interleaved":
         settings["batch"]["size"] = 8 * replicas
     trained = workshop.train(world, parallel=parallel, duration="3 steps", **settings)

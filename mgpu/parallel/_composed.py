@@ -301,7 +301,7 @@ def _spread_first_weights(model: nn.Module, context: Context, degrees: Degrees, 
 
     if mesh is None:
         return
-    values = [value.detach() for value in (*model.parameters(), *model.buffers()) if not value.is_meta]
+    values = [value.detach() for value in (*model.parameters(), *model.buffers())]
     stages = degrees.pipeline
     per_stage = (
         mesh

@@ -18,7 +18,7 @@ def compress(ddp: DistributedDataParallel, how: str, rank: int, start: int) -> A
     if how in ("fp16", "bf16"):
         kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[how]
         # DDP checks a hook's annotations against objects, and ours are texts.
-        ddp.register_comm_hook(kind, lambda kind, bucket: reduce_narrow(kind, bucket))
+        ddp.register_comm_hook(kind, lambda kind, bucket: reduce_narrow(kind, bucket))  # noqa: PLW0108
         return None
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 

@@ -97,18 +97,17 @@ class Pipeline:
         """Move what this rank keeps to `device`."""
         for module in self.model.modules():
             for parameter in module._parameters.values():
-                if parameter is not None and not parameter.is_meta:
+                if parameter is not None:
                     parameter.data = parameter.data.to(device)
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
+                if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
     def owned(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by the whole model's names; a tied one by its first name, wherever that is."""
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if not parameter.is_meta:
-                found.setdefault(self.first_names[name], parameter)
+            found.setdefault(self.first_names[name], parameter)
         return found
 
     def owners(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu.parallel._calls import Call
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
 
     from mgpu.parallel._pipelined import Pipeline
 
-Shape = tuple[tuple[int, ...], "torch.dtype"]
+
+@dataclass(frozen=True)
+class Shape:
+    """What a receiver must know of a tensor."""
+
+    size: tuple[int, ...]
+    kind: torch.dtype
 
 
 class Relay:
@@ -43,30 +50,28 @@ class Relay:
         return self._from_last(output)
 
     def _from_last(self, output: Any) -> Any:
+        """The last stage's output, whatever it is made of, on every rank of the group."""
         import torch
         import torch.distributed as dist
-        from torch import Tensor
-        from torch.utils._pytree import tree_flatten, tree_unflatten
+        from torch.utils._pytree import tree_leaves, tree_map_only
 
         pipeline = self.pipeline
         source = self._global(pipeline.owner_of_stage[-1])
         mine = pipeline.rank == pipeline.owner_of_stage[-1]
-        leaves, structure = tree_flatten(output if mine else None)
-        told: list[Any] = [
-            (structure, [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in leaves]) if mine else None
-        ]
         device = pipeline.context.device
+        told: list[Any] = [None]
+        if mine:
+            told = [tree_map_only(torch.Tensor, lambda value: Shape(tuple(value.shape), value.dtype), output)]
         dist.broadcast_object_list(told, src=source, group=pipeline.group, device=device)
-        structure, shapes = told[0]
-        received = []
-        for index, shape in enumerate(shapes):
-            if not (isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], torch.dtype)):
-                received.append(shape)
-                continue
-            value = leaves[index].contiguous() if mine else torch.empty(shape[0], dtype=shape[1], device=device)
+        values = iter([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)] if mine else ())
+
+        def bring(shape: Shape) -> Tensor:
+            value = next(values).contiguous() if mine else torch.empty(shape.size, dtype=shape.kind, device=device)
             dist.broadcast(value, src=source, group=pipeline.group)
-            received.append(value)
-        return tree_unflatten(received, structure)
+            return value
+
+        received: Any = tree_map_only(Shape, bring, told[0])
+        return received
 
     def forward_backward(self) -> None:
         """The one call in `pipeline.calls`, forward and backward; gradients add up in the parameters."""
@@ -139,7 +144,7 @@ class Relay:
         if pipeline.rank == sender:
             assert value is not None
             value = value.detach().contiguous()
-            shape = (tuple(value.shape), value.dtype)
+            shape = Shape(tuple(value.shape), value.dtype)
             if key not in self.shapes:
                 dist.send_object_list([shape], dst=self._global(receiver), group=group, device=device)
                 self.shapes[key] = shape
@@ -149,8 +154,8 @@ class Relay:
             told: list[Any] = [None]
             dist.recv_object_list(told, src=self._global(sender), group=group, device=device)
             self.shapes[key] = told[0]
-        size, kind = self.shapes[key]
-        received = torch.empty(size, dtype=kind, device=device)
+        shape = self.shapes[key]
+        received = torch.empty(shape.size, dtype=shape.kind, device=device)
         dist.recv(received, src=self._global(sender), group=group)
         return received
 

@@ -84,11 +84,7 @@ def tracking_norms(model: nn.Module) -> list[Any]:
     """The batch norms of `model` that keep running statistics here (those of another pipeline stage do not)."""
     from torch.nn.modules.batchnorm import _NormBase
 
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, _NormBase) and module.running_mean is not None and not module.running_mean.is_meta
-    ]
+    return [module for module in model.modules() if isinstance(module, _NormBase) and module.running_mean is not None]
 
 
 def _buffers(norm: Any) -> tuple[Tensor, Tensor, Tensor]:

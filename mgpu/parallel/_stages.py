@@ -107,9 +107,7 @@ class Cutting:
         self.shapes: dict[Any, Any] = {}
         self.several = len(own) > 1
         self.forward: Callable[..., Any] = model.forward
-        for part in parts:
-            if part.stage not in own:
-                _empty(part.module)
+        self.absent = {part.name: Absent(part.module) for part in parts if part.stage not in own}
         self._blank_direct_parameters(model, parts, own)
 
     def cut(self) -> None:
@@ -197,7 +195,7 @@ class Cutting:
             )
             running, self.running = self.running, None
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.absent[part.name]:
                     self.shapes[key] = forward(*meta_args, **meta_kwargs)
             finally:
                 self.running = running
@@ -228,18 +226,30 @@ class Cutting:
                     setattr(module, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
 
 
-def _empty(module: nn.Module) -> None:
-    """Give up the memory of a module of another rank; a tied parameter lives on where it is this rank's own."""
-    import torch
+class Absent:
+    """The parameters and buffers of a module of another rank: taken out of it, and put back without memory for a while."""
 
-    for inner in module.modules():
-        for name, parameter in inner._parameters.items():
-            if parameter is not None:
-                blank = torch.empty_like(parameter, device="meta")
-                inner._parameters[name] = torch.nn.Parameter(blank, requires_grad=parameter.requires_grad)
-        for name, buffer in inner._buffers.items():
-            if buffer is not None:
-                inner._buffers[name] = torch.empty_like(buffer, device="meta")
+    def __init__(self, module: nn.Module) -> None:
+        import torch
+
+        self.places: list[tuple[dict[str, Any], str, Any]] = []
+        for inner in module.modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is not None:
+                    blank = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                    self.places.append((inner._parameters, name, blank))
+            for name, buffer in inner._buffers.items():
+                if buffer is not None:
+                    self.places.append((inner._buffers, name, torch.empty_like(buffer, device="meta")))
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        for holder, name, value in self.places:
+            holder[name] = value
+
+    def __exit__(self, *error: object) -> None:
+        for holder, name, _ in self.places:
+            holder[name] = None
 
 
 def _key(part: Part, args: Any, kwargs: Any) -> Any:

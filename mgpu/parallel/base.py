@@ -131,8 +131,7 @@ class Trainable:
         """What this rank holds of the model's parameters and buffers, by the user's names; the union is the model."""
         import torch
 
-        state = self.model.state_dict()
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+        return {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
 
     def settle(self) -> None:
         """Back to how parameters lie between steps, after passes without a backward."""

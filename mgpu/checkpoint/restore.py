@@ -18,19 +18,24 @@ from mgpu.errors import CheckpointError
 _SHOWN = 5
 
 
-def restore(found: Found, state: TrainingState, extra: Mapping[str, Tensor] | None = None) -> list[str]:
-    """Load `found` into the model and optimizer of `state`, and into the tensors of `extra`.
+def restore(found: Found, state: TrainingState) -> list[str]:
+    """Load `found` into the model and optimizer of `state`.
 
     Returns what is to be told: hyperparameters that the spec in force has changed, parameters that are new to the
     optimizer. Raises CheckpointError, with the names, where the checkpoint is of another model or optimizer.
     """
     with opened(found) as reader:
         restore_model(reader, state)
-        notes = _restore_optimizer(reader, state)
-        wanted = _by_path(extra or {})
-        _refuse_differences(wanted, reader.kinds("extra"), "the strategy")
-        reader.load("extra", wanted)
-    return notes
+        return _restore_optimizer(reader, state)
+
+
+def read_extra(found: Found, prefix: str) -> dict[str, Tensor]:
+    """The further tensors whose names begin with `prefix`, on the CPU, by the rest of their names."""
+    with opened(found) as reader:
+        kinds = {path: kind for path, kind in reader.kinds("extra").items() if path[0].startswith(prefix)}
+        tensors = {path: torch.empty(kind.size, dtype=kind.properties.dtype) for path, kind in kinds.items()}
+        reader.load("extra", tensors)
+    return {path[0].removeprefix(prefix): tensor for path, tensor in tensors.items()}
 
 
 def restore_model(reader: Reader, state: TrainingState) -> None:

@@ -103,6 +103,8 @@ class TrainingState:
         return [[self.name_of(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def name_of(self, parameter: Tensor) -> str:
+        if not parameter.numel():
+            return ""  # what stands in the optimizer of a rank that has nothing to train
         try:
             return self.names[id(parameter)]
         except KeyError:

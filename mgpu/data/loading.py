@@ -133,8 +133,12 @@ class EvaluationCourse(Sampler[list[Key]]):
     @property
     def indices(self) -> range:
         """The micro batches of this replica."""
-        grid = self._grid
-        return grid.shares(len(grid.micro_batches(0)), self.replicas)[self.replica]
+        return self._shares[self.replica]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many micro batches each replica has."""
+        return tuple(map(len, self._shares))
 
     def __iter__(self) -> Iterator[list[Key]]:
         ranges = self._grid.micro_batches(0)
@@ -144,6 +148,10 @@ class EvaluationCourse(Sampler[list[Key]]):
     @property
     def _grid(self) -> BatchGrid:
         return BatchGrid(n=self.count, size=self.count, micro=self.micro, last="keep")
+
+    @property
+    def _shares(self) -> list[range]:
+        return self._grid.shares(len(self._grid.micro_batches(0)), self.replicas)
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -184,12 +184,15 @@ def _store(listener: int, port: int) -> None:
 def _preflight(path: str, write: int) -> None:
     from pathlib import Path
 
+    from mgpu.plan import Plan
     from mgpu.runs import Run
     from mgpu.spec import load_spec
     from mgpu.train.preflight import preflight
 
     os.dup2(2, 1)
-    faults = json.dumps(preflight(load_spec(Run(Path(path)).spec_path).spec)).encode()
+    run = Run(Path(path))
+    plan = Plan.from_json(json.loads(run.plan_path.read_text()))
+    faults = json.dumps(preflight(load_spec(run.spec_path).spec, plan)).encode()
     with os.fdopen(write, "wb") as stream:
         stream.write(faults)
 

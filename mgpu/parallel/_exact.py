@@ -12,11 +12,13 @@ What else differs between layouts is taken care of elsewhere: seeds a micro batc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mgpu.parallel.base import StepLoss, Trainable, Window, backward_one
+from mgpu.parallel._exact_statistics import MicroBatchStatistics
+from mgpu.parallel.base import Context, StepLoss, Task, Trainable, Window, backward_one
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -89,6 +91,24 @@ def finish_tree(sums: dict[Node, Tensor], count: int) -> Tensor:
     return value(0, 1 << (count - 1).bit_length())
 
 
+@dataclass(frozen=True)
+class ExactTrainable(Trainable):
+    """A model that is whole and unwrapped on every rank."""
+
+    statistics: MicroBatchStatistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "statistics", MicroBatchStatistics(self.model))
+
+    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
+        return self.statistics.of_one_micro_batch()
+
+
+def lay_out(model: nn.Module, task: Task, context: Context) -> ExactTrainable:
+    """What `forward_backward` here takes; the weights are alike on all ranks."""
+    return ExactTrainable(model=model, module=model, task=task, context=context, copies=context.world > 1)
+
+
 def why_not_exact(model: nn.Module) -> str:
     """What in `model` depends on the layout, whatever the order of sums; empty where nothing is known to."""
     import torch
@@ -105,6 +125,7 @@ def forward_backward(trainable: Trainable, window: Window) -> StepLoss:
     """Like every strategy's, with the same bits in any layout. The model is whole on every rank, and not wrapped."""
     import torch
 
+    assert isinstance(trainable, ExactTrainable)
     context = trainable.context
     parameters = trainable.parameters
     count = sum(window.counts)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from mgpu.parallel._batch_norm import RunningStatistics
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from mgpu.spec.models import RunSpec
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Context:
     """One rank's surroundings, given to strategies and tasks.
 
     `loss_scale` is a power of two that keeps summed losses near 1 before `backward`; it is taken out again exactly.
-    `exact` asks for the same bits in any layout. `leader`: this rank speaks for its replica, where several share one.
+    `exact` asks for the same bits in any layout.
     """
 
     rank: int
@@ -46,12 +46,16 @@ class Context:
     scaler: Any = None
     stop: StopVote = field(default_factory=StopVote)
     reseed: Callable[[int], None] = lambda seed: None
+    devices: tuple[torch.device, ...] = ()
+    """The devices of this process: more than one where one process drives them all."""
+    compile: bool | str = False
+    """Compile the model's blocks; a text is the name of a torch.compile backend."""
+    activation_checkpointing: str = "none"
     exact: bool = False
-    leader: bool = True
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What floating-point tensors of a batch are turned into; None leaves them as they are."""
+        """What floating-point tensors of the model and of a batch are turned into; None leaves them as they are."""
         import torch
 
         return torch.float64 if self.precision == "fp64" else None
@@ -100,21 +104,50 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class Trainable:
-    """A model ready to train. `model` is the user's own module, which checkpoints name; `module` is what is called."""
+    """A model ready to train. `model` is the user's own module, which checkpoints name; `module` is what is called.
+
+    `lockstep` says that a forward pass is collective over replicas, so that all must make the same number of them.
+    `counts` says whether this rank is the one that speaks for its replica (its peers see the same losses). `owned` are
+    this rank's parameters by the whole model's names, where it has not all of them.
+    """
 
     model: nn.Module
     module: nn.Module
     task: Task
     context: Context
-    statistics: RunningStatistics = field(init=False)
+    lockstep: bool = False
+    counts: bool = True
+    owned: Mapping[str, nn.Parameter] | None = None
+    copies: bool = False
+    """Whether every rank holds the same values: then a difference is an error."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "statistics", RunningStatistics(self.model))
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by the name that the whole model has for each; a tied one by its first name."""
+        return dict(self.model.named_parameters() if self.owned is None else self.owned)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that train."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        """The parameters of this rank that train."""
+        return [parameter for parameter in self.named_parameters.values() if parameter.requires_grad]
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the parameters that train."""
+        return [name for name, parameter in self.named_parameters.items() if parameter.requires_grad]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank holds of the model's parameters and buffers, by the user's names; the union is the model."""
+        import torch
+
+        return {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around the forward pass of each micro batch."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """Back to how parameters lie between steps, after passes without a backward."""
 
 
 class StrategyOptions(BaseModel):
@@ -126,14 +159,22 @@ class StrategyOptions(BaseModel):
     """Communication library: `auto` is NCCL on GPUs and gloo on CPUs."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a strategy is asked to agree to, before a process starts: `counts` are micro batches a replica and step."""
+
+    spec: RunSpec
+    device: str
+    devices: int
+    counts: tuple[int, ...]
+
+
 class Strategy(abc.ABC):
     """How work is split over devices."""
 
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
     uneven_replicas: ClassVar[bool] = True
     """Whether replicas may run different numbers of micro batches in one step."""
-    replicated: ClassVar[bool] = True
-    """Whether every rank holds the whole model, so that all of it can be compared between ranks."""
     exact_numerics: ClassVar[bool] = False
     """Whether the strategy has `numerics: exact`."""
 
@@ -144,13 +185,47 @@ class Strategy(abc.ABC):
     def replicas(self, world: int) -> int:
         """How many whole copies of the model `world` ranks hold; PlanError where the strategy cannot use them."""
 
+    def processes(self, devices: int) -> int:
+        """How many ranks `devices` devices have."""
+        return devices
+
+    def mesh(self, world: int) -> dict[str, int]:
+        """The ranks as a mesh, outermost dimension first; PlanError where they cannot be one."""
+        return {"replicate": self.replicas(world)}
+
+    def check(self, layout: Layout) -> tuple[str, ...]:
+        """What the plan should tell of this layout; PlanError for what does not compose, with the reason."""
+        return ()
+
+    def fits(self, model: nn.Module, layout: Layout) -> None:  # noqa: B027 - most take any model
+        """PlanError where `model`, here without memory (on the meta device), cannot be laid out so."""
+
+    def materialize(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
+        """The model as `build` takes it: by default whole, with its weights, on the device."""
+        from mgpu.parallel._blocks import prepare_blocks
+
+        return prepare_blocks(make().to(context.device, context.dtype), context)
+
+    def scaler(self, context: Context) -> Any:
+        """What scales the losses of fp16; all ranks skip the same steps."""
+        import torch
+
+        return torch.amp.GradScaler(context.device.type)
+
     @abc.abstractmethod
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
-        """Lay `model` (already on the device, weights alike on all ranks) over the ranks."""
+        """Lay `model` (of `materialize`, weights alike on all ranks) over the ranks."""
 
     @abc.abstractmethod
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         """Leave the gradient of the global batch in `.grad`: sum of losses over all its units / number of units."""
+
+    def state(self, trainable: Trainable) -> dict[str, Tensor]:
+        """What this rank must find again in a checkpoint beside the model and the optimizer."""
+        return {}
+
+    def load_state(self, trainable: Trainable, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - few have any
+        """Take back what `state` gave on this rank; empty where the checkpoint has nothing for it."""
 
     def clip(self, trainable: Trainable, max_norm: float | None) -> Tensor:
         """Scale the whole gradient to at most `max_norm`, once; returns its norm before that."""
@@ -160,27 +235,30 @@ class Strategy(abc.ABC):
         return torch.nn.utils.clip_grad_norm_(trainable.parameters, limit)
 
 
-def backward_one(trainable: Trainable, micro_batch: MicroBatch) -> Tensor:
-    """Forward and backward of one micro batch; returns float64 [sum of losses, units] on the device."""
+def backward_one(trainable: Trainable, micro_batch: MicroBatch, weight: float = 1.0) -> Tensor:
+    """Forward and backward of one micro batch; returns float64 [sum of losses, units] on the device, times `weight`."""
     import torch
 
     context = trainable.context
     context.reseed(micro_batch.seed)
-    with context.autocast(), trainable.statistics.of_one_micro_batch():
+    with context.autocast(), trainable.micro_batch():
         loss_sum, units = trainable.task.loss(trainable.module, micro_batch.batch)
-    scaled = loss_sum * context.loss_scale
+    scaled = loss_sum * (context.loss_scale * weight)
     (context.scaler.scale(scaled) if context.scaler else scaled).backward()
     count = units.detach() if isinstance(units, torch.Tensor) else torch.tensor(units, device=context.device)
-    return torch.stack([loss_sum.detach().double(), count.double()])
+    return torch.stack([loss_sum.detach().double(), count.double()]) * weight
 
 
 def agree(context: Context, sums: Tensor) -> StepLoss:
-    """Add up [sum of losses, units] and the votes to stop over the replicas, in one small all-reduce."""
+    """Add up [sum of losses, units] and the votes to stop over all ranks, in one small all-reduce.
+
+    Where several ranks hold one replica, one of them gives its sums and the others give zeros.
+    """
     import torch
 
     vote = torch.tensor([float(context.stop.asked)], dtype=torch.float64, device=context.device)
     totals = torch.cat([sums, vote])
-    if context.replicas > 1:
+    if context.world > 1:
         torch.distributed.all_reduce(totals)
     return StepLoss(loss_sum=totals[0], units=totals[1], stop_votes=totals[2])
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from mgpu.errors import PlanError
 from mgpu.parallel import _exact
+from mgpu.parallel._compression import compress, load_powersgd, powersgd_tensors
+from mgpu.parallel._running import RunningStatistics
 from mgpu.parallel.base import (
     Context,
+    Layout,
     StepLoss,
     Strategy,
     StrategyOptions,
@@ -32,8 +38,25 @@ class DdpOptions(StrategyOptions):
 
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size of one all-reduce in MiB."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets that travel: one copy less, in memory and in time."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order; then unused ones cost nothing more."""
     unused_parameters: bool = False
     """Allow parameters that get no gradient in a step; costs a walk through the graph each step."""
+    compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    """Make gradients smaller for the way between ranks. Not exact: results then depend on the number of ranks."""
+    powersgd_rank: int = Field(default=2, ge=1)
+    """Rank of PowerSGD's approximation of each matrix: traffic and precision grow with it."""
+    powersgd_start: int = Field(default=100, ge=2)
+    """Steps before PowerSGD begins, while gradients change fast."""
+
+
+@dataclass(frozen=True)
+class DdpTrainable(Trainable):
+    """A model in DDP, with the state of its compression, which checkpoints hold."""
+
+    powersgd: Any = None
 
 
 class Ddp(Strategy):
@@ -45,11 +68,28 @@ class Ddp(Strategy):
     def replicas(self, world: int) -> int:
         return world
 
+    def check(self, layout: Layout) -> tuple[str, ...]:
+        assert isinstance(self.options, DdpOptions)
+        options, compress = self.options, self.options.compress
+        if options.static_graph and any(count > 1 for count in layout.counts):
+            raise PlanError(
+                f"static_graph does not compose with {max(layout.counts)} micro batches a replica and step: DDP "
+                "learns the graph in its first backward, which must be a synchronised one",
+                key=("parallel", "static_graph"),
+                hint="write static_graph: false, or a batch.micro that needs no accumulation",
+            )
+        if compress == "none":
+            return ()
+        if layout.spec.numerics == "exact":
+            raise PlanError(f"compress: {compress} does not compose with numerics: exact", key=("parallel", "compress"))
+        return (f"compress {compress}: results depend on the number of ranks, to the precision of what travels",)
+
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
-        if context.world == 1:
-            return Trainable(model=model, module=model, task=task, context=context)
-        _share_weights(model)
+        if context.world > 1:
+            _share_weights(model)
         if context.exact:
+            return _exact.lay_out(model, task, context)
+        if context.world == 1:
             return Trainable(model=model, module=model, task=task, context=context)
         from torch.nn.parallel import DistributedDataParallel
 
@@ -58,13 +98,25 @@ class Ddp(Strategy):
             model,
             device_ids=[context.device.index] if context.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_mb,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            static_graph=self.options.static_graph,
             **_without_buffer_broadcasts(),
             find_unused_parameters=self.options.unused_parameters,
         )
         if not self.options.unused_parameters:
             settle_buckets(ddp)
-        return Trainable(model=model, module=ddp, task=task, context=context)
+        powersgd = None
+        if self.options.compress != "none":
+            powersgd = compress(ddp, self.options.compress, self.options.powersgd_rank, self.options.powersgd_start)
+        return DdpTrainable(model=model, module=ddp, task=task, context=context, copies=True, powersgd=powersgd)
+
+    def state(self, trainable: Trainable) -> dict[str, Tensor]:
+        powersgd = getattr(trainable, "powersgd", None)
+        return powersgd_tensors(powersgd, trainable.context.world) if powersgd is not None else {}
+
+    def load_state(self, trainable: Trainable, state: Mapping[str, Tensor]) -> None:
+        if (powersgd := getattr(trainable, "powersgd", None)) is not None:
+            load_powersgd(powersgd, state, trainable.context.world, trainable.context.device)
 
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         import torch
@@ -76,16 +128,16 @@ class Ddp(Strategy):
         overlapped = isinstance(trainable.module, DistributedDataParallel) and min(window.counts) > 0
         mine = window.counts[context.replica]
         sums = torch.zeros(2, dtype=torch.float64, device=context.device)
-        for index, micro_batch in enumerate(window.micro_batches):
-            reduces_now = overlapped and index == mine - 1
-            with contextlib.nullcontext() if reduces_now else _without_sync(trainable.module):
-                sums += backward_one(trainable, micro_batch)
+        with RunningStatistics(trainable.model, window.counts, context.replica):
+            for index, micro_batch in enumerate(window.micro_batches):
+                reduces_now = overlapped and index == mine - 1
+                with contextlib.nullcontext() if reduces_now else _without_sync(trainable.module):
+                    sums += backward_one(trainable, micro_batch)
         totals = agree(context, sums)
         if context.replicas > 1 and not overlapped:
             _sum_gradients(trainable)
         averaged_over = context.replicas if overlapped else 1
         scale_gradients(trainable.parameters, averaged_over / (totals.units * context.loss_scale))
-        trainable.statistics.settle(window.counts, context.replica, context.device)
         return totals
 
 

@@ -37,6 +37,8 @@ class Single(Strategy):
         return 1
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
+        if context.exact:
+            return _exact.lay_out(model, task, context)
         return Trainable(model=model, module=model, task=task, context=context)
 
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
@@ -49,5 +51,4 @@ class Single(Strategy):
             sums += backward_one(trainable, micro_batch)
         totals = agree(trainable.context, sums)
         scale_gradients(trainable.parameters, 1.0 / (totals.units * trainable.context.loss_scale))
-        trainable.statistics.settle(window.counts, 0, trainable.context.device)
         return totals

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from mgpu.errors import PlanError, Problem, SpecError, UnknownName
-from mgpu.parallel.base import Strategy
+from mgpu.parallel.base import Layout, Strategy
 from mgpu.plan.devices import Devices, binding_text, choose_devices
 from mgpu.plugins import find_plugin, plugin_names
 from mgpu.spec.models import RunSpec
 from mgpu.topology import Topology
 
-LATER_STRATEGIES = ("dp", "fsdp", "model", "pipeline", "tensor", "hybrid", "tensorflow")
+LATER_STRATEGIES = ("tensorflow",)
 LATER_ENGINES = ("slurm", "kubernetes", "sky")
 LOCAL_OPTIONS = ("engine", "port")
 
@@ -44,10 +44,13 @@ class Plan:
     placement: str = ""
     cpus: tuple[tuple[int, ...], ...] = ()
     """The CPUs of each rank, empty for a rank that is not bound; none at all where no rank is."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    processes: int = 0
+    """Ranks; 0 means one a device."""
 
     @property
     def world(self) -> int:
-        return len(self.devices)
+        return self.processes or len(self.devices)
 
     @property
     def idle_share(self) -> float:
@@ -74,6 +77,8 @@ class Plan:
             ("ranks", f"{self.world} on {self.device}, backend {self.backend}, {self.threads} threads each"),
             ("devices", ", ".join(self.devices)),
         ]
+        if len(self.mesh) > 1:
+            rows.insert(1, ("mesh", " x ".join(f"{name} {size}" for name, size in self.mesh.items())))
         if self.placement:
             rows.append(("placement", self.placement))
         if self.cpus:
@@ -133,9 +138,11 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         )
     micro_batches = spec.batch.size // spec.batch.micro_size if spec.batch else None
     devices = choose_devices(spec.devices, topology, micro_batches, lambda world: world // strategy.replicas(world))
-    world = len(devices.names)
+    world = strategy.processes(len(devices.names))
     replicas = strategy.replicas(world)
+    counts = _counts(spec, strategy, replicas)
     port = _port(spec)
+    told = strategy.check(Layout(spec, devices.kind, len(devices.names), counts)) if spec.batch else ()
     return Plan(
         strategy=spec.parallel.strategy,
         options=spec.parallel.options,
@@ -143,28 +150,30 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         devices=devices.names,
         backend=_backend(strategy.options.backend, devices.kind),
         replicas=replicas,
-        threads=_threads(spec, topology, devices),
+        threads=_threads(spec, topology, devices, world),
         grace=spec.watchdog.grace.seconds,
         size=spec.batch.size if spec.batch else None,
         micro=spec.batch.micro_size if spec.batch else None,
-        counts=_counts(spec, strategy, replicas),
+        counts=counts,
         steps=spec.duration.count if spec.duration and spec.duration.unit == "steps" else None,
         duration=str(spec.duration) if spec.duration else None,
         unit=str(spec.task.args.get("unit", "token" if spec.task.target.endswith(":NextByte") else "sample")),
         port=port,
-        notes=devices.notes,
+        notes=devices.notes + told,
         placement=devices.placement,
         cpus=devices.cpus,
+        mesh=strategy.mesh(world),
+        processes=world,
     )
 
 
-def _threads(spec: RunSpec, topology: Topology, devices: Devices) -> int:
+def _threads(spec: RunSpec, topology: Topology, devices: Devices, world: int) -> int:
     """CPU threads a rank. Sums over threads have an order, so `exact` takes a number that no layout changes."""
     if spec.threads is not None:
         return spec.threads
     if spec.numerics == "exact":
         return 1
-    return max(1, min([len(topology.cpus) // len(devices.names), *(len(cpus) for cpus in devices.cpus if cpus)]))
+    return max(1, min([len(topology.cpus) // world, *(len(cpus) for cpus in devices.cpus if cpus)]))
 
 
 def _counts(spec: RunSpec, strategy: Strategy, replicas: int) -> tuple[int, ...]:

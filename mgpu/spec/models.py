@@ -243,8 +243,10 @@ class RunSpec(SpecModel):
     """Arithmetic of the forward pass. Parameters stay in fp32, but for fp64, where all is in double precision."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the whole gradient."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: bool | str = False
+    """Compile the model's blocks with torch.compile; a text is the name of its backend (true: inductor)."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in backward rather than kept: nothing, all but matrix products, or each whole block."""
     numerics: Literal["fast", "exact"] = "fast"
     """`fast` agrees between layouts to rounding; `exact` to the last bit."""
     threads: WholeNumber | None = Field(default=None, ge=1, le=1024)
@@ -328,7 +330,3 @@ class RunSpec(SpecModel):
                 f"write evaluate.every: {every}"
             )
         return self
-
-
-NOT_YET: tuple[tuple[tuple[str, ...], Any], ...] = ((("compile",), False),)
-"""Fields that a later version brings: anything but the value given here is refused, never ignored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Callable
@@ -12,17 +13,20 @@ import torch
 import torch._dynamo  # the first optimizer imports it: forked ranks find it loaded
 import torch.distributed as dist
 
-from mgpu.checkpoint.restore import restore
+from mgpu.checkpoint.restore import read_extra, restore
 from mgpu.checkpoint.state import TrainingState
 from mgpu.checkpoint.weights import load_weights
 from mgpu.data.feed import Agreement
 from mgpu.data.position import Position
 from mgpu.data.seeding import seed_everything, weights_seed
+from mgpu.errors import PlanError
 from mgpu.loggers.jsonl import JsonlLogger
-from mgpu.parallel.base import Context, StopVote
+from mgpu.parallel._exact import why_not_exact
+from mgpu.parallel.base import Context, StopVote, Strategy, Trainable
 from mgpu.plan import Plan, make_strategy
 from mgpu.runs import Run
 from mgpu.spec import RunSpec, Target
+from mgpu.train.census import count_parameters
 from mgpu.train.drift import FrozenSet
 from mgpu.train.feeding import Sources
 from mgpu.train.loop import Training
@@ -70,16 +74,15 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), _warn(seat))
     evaluation = sources.evaluation_feed(seat.replica, plan.replicas, device)
     _join(seat, device)
-    context = _context(spec, seat, device)
-    seed_everything(weights_seed(spec.seed))
-    model = build(spec.model, key=("model",)).to(device, context.dtype)
-    optimizer = _optimizer(spec.optimizer, model)
-    state = TrainingState(model, optimizer)
-    _begin(start, state, context, seat)
     strategy = make_strategy(spec)
-    task = build(spec.task, key=("task",))
+    context = _context(spec, seat, strategy, device)
     trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
-    trainable = strategy.build(model, trace.listen(task) if trace else task, context)
+    trainable = _lay_out(spec, strategy, context, trace)
+    optimizer = _optimizer(spec.optimizer, trainable)
+    state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None)
+    mine = f"rank-{seat.rank}."
+    _begin(start, state, strategy, trainable, mine, seat)
+    parameters = count_parameters(trainable)
     total = total_steps(spec, sources.steps_per_epoch)
     return Training(
         spec=spec,
@@ -91,13 +94,19 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         feed=feed,
         evaluation=evaluation,
         metrics={name: _metric(target, name, device) for name, target in spec.metrics.items()},
-        saving=Saving(spec.checkpoint, checkpointer, state, context),
-        logger=_logger(seat, position, total, model) if seat.rank == 0 else None,
+        saving=Saving(
+            spec.checkpoint,
+            checkpointer,
+            state,
+            context,
+            lambda: {mine + name: value for name, value in strategy.state(trainable).items()},
+        ),
+        logger=_logger(seat, position, total, parameters) if seat.rank == 0 else None,
         position=position,
         total_steps=total,
         epochs=epochs,
         trace=trace,
-        frozen=FrozenSet(model),
+        frozen=FrozenSet(trainable),
     )
 
 
@@ -122,22 +131,39 @@ def _metric(target: Target, name: str, device: torch.device) -> Any:
     return metric.to(device) if hasattr(metric, "to") else metric
 
 
-def _begin(start: Start, state: TrainingState, context: Context, seat: Seat) -> None:
-    """Load what the training starts from; what differs from the spec in force is told."""
+def _lay_out(spec: RunSpec, strategy: Strategy, context: Context, trace: Trace | None) -> Trainable:
+    """The model, drawn from the same seed in every layout, laid over the ranks."""
+
+    def make() -> torch.nn.Module:
+        assert spec.model
+        seed_everything(weights_seed(spec.seed))
+        model: torch.nn.Module = build(spec.model, key=("model",))
+        if context.exact and (reason := why_not_exact(model)):
+            raise PlanError(f"numerics: the model cannot be exact: {reason}")
+        return model.to(context.dtype) if context.dtype else model
+
+    task = build(spec.task, key=("task",))
+    return strategy.build(strategy.materialize(make, context), trace.listen(task) if trace else task, context)
+
+
+def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Trainable, mine: str, seat: Seat) -> None:
+    """Load what the training starts from; what differs from the spec in force is told. `mine`: names of this rank's extras."""
     if start.weights is not None:
         load_weights(start.weights, state.model)
     if start.checkpoint is None:
         return
     notes = restore(start.checkpoint, state)
-    if context.scaler is not None and start.checkpoint.data.get("scaler"):
-        context.scaler.load_state_dict(start.checkpoint.data["scaler"])
+    strategy.load_state(trainable, read_extra(start.checkpoint, mine))
+    scaler = trainable.context.scaler
+    if scaler is not None and start.checkpoint.data.get("scaler"):
+        scaler.load_state_dict(start.checkpoint.data["scaler"])
     for note in notes if seat.rank == 0 else ():
         seat.run.record("note", text=note)
 
 
-def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
+def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device) -> Context:
     assert spec.batch
-    return Context(
+    context = Context(
         rank=seat.rank,
         world=seat.plan.world,
         replica=seat.replica,
@@ -145,24 +171,39 @@ def _context(spec: RunSpec, seat: Seat, device: torch.device) -> Context:
         device=device,
         precision=spec.precision,
         loss_scale=2.0 ** -(spec.batch.size - 1).bit_length(),
-        scaler=torch.amp.GradScaler(device.type) if spec.precision == "fp16" else None,
         stop=seat.stop,
         reseed=seed_everything,
+        devices=_devices(seat.plan, device),
+        compile=spec.compile,
+        activation_checkpointing=spec.activation_checkpointing,
         exact=spec.numerics == "exact",
-        leader=seat.rank % (seat.plan.world // seat.plan.replicas) == 0,
     )
+    scaler = strategy.scaler(context) if spec.precision == "fp16" else None
+    return dataclasses.replace(context, scaler=scaler)
 
 
-def _logger(seat: Seat, position: Position, total: int | None, model: torch.nn.Module) -> JsonlLogger:
+def _devices(plan: Plan, device: torch.device) -> tuple[torch.device, ...]:
+    """What this rank drives: its own device, or all of them where the run has one process."""
+    if plan.world > 1 or len(plan.devices) == 1:
+        return (device,)
+    return tuple(torch.device("cuda", index) if plan.device == "cuda" else device for index in range(len(plan.devices)))
+
+
+def _logger(seat: Seat, position: Position, total: int | None, parameters: dict[str, Any]) -> JsonlLogger:
     logger = JsonlLogger()
     logger.open(seat.run, resume_step=position.step)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    seat.run.record("training", attempt=seat.attempt, start_step=position.step, total_steps=total, parameters=count)
+    seat.run.record("training", attempt=seat.attempt, start_step=position.step, total_steps=total, **parameters)
     return logger
 
 
-def _optimizer(target: Target, model: torch.nn.Module) -> torch.optim.Optimizer:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _optimizer(target: Target, trainable: Trainable) -> torch.optim.Optimizer:
+    """Sharded and plain parameters in groups of their own: an optimizer's fused passes take no mixture."""
+    kinds: dict[type, list[torch.Tensor]] = {}
+    for parameter in trainable.parameters:
+        kinds.setdefault(type(parameter.data), []).append(parameter)
+    # A rank whose stage is frozen has nothing to train, which no optimizer takes.
+    groups = list(kinds.values()) or [[torch.nn.Parameter(torch.empty(0))]]
+    parameters: Any = groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
     optimizer: torch.optim.Optimizer = build(target, parameters, key=("optimizer",))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgpu.errors import DriftError
-from mgpu.parallel.base import Context
+from mgpu.parallel.base import Trainable
 
 CHUNK = 1 << 22
 """Elements hashed at a time, which bounds the memory it takes."""
@@ -19,8 +19,8 @@ _ODD = 0x1E3779B97F4A7C15
 class FrozenSet:
     """Which parameters trained when the model was laid out. A later change would train them without any sum over ranks."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.named_parameters())
+    def __init__(self, trainable: Trainable) -> None:
+        self._parameters = list(trainable.named_parameters.items())
         self._trains = [parameter.requires_grad for _, parameter in self._parameters]
 
     def check(self, step: int) -> None:
@@ -50,12 +50,13 @@ def checksum(value: Tensor) -> Tensor:
     return total
 
 
-def check_alike(model: nn.Module, context: Context, step: int) -> None:
-    """DriftError where a parameter or a buffer that every rank holds whole is not the same on all. Collective.
+def check_alike(trainable: Trainable, step: int) -> None:
+    """DriftError where a parameter or a buffer of a model that all ranks hold is not the same on all. Collective.
 
     Reads every parameter once; sends 8 bytes for each.
     """
-    if context.world == 1:
+    model, context = trainable.model, trainable.context
+    if not trainable.copies or context.world == 1:
         return
     named: list[tuple[str, str, Tensor]] = [(name, "parameter", value) for name, value in model.named_parameters()]
     named += [(name, "buffer", value) for name, value in model.named_buffers()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,45 +12,76 @@ from torch import Tensor
 
 from mgpu.data.loading import to_device
 from mgpu.data.seeding import seed_everything
-from mgpu.parallel.base import Context, Trainable
+from mgpu.parallel._lockstep import passes
+from mgpu.parallel.base import Context, MicroBatch, Trainable, Window
 
 
 def evaluate(
-    trainable: Trainable, batches: Iterable[tuple[int, Any]], metrics: dict[str, Any], seed: int
+    trainable: Trainable,
+    batches: Iterable[tuple[int, Any]],
+    counts: tuple[int, ...] | None,
+    metrics: dict[str, Any],
+    seed: int,
 ) -> dict[str, float]:
     """Loss over all units of the evaluation data, and each metric over all samples. Called by all ranks together.
 
-    `batches` gives (index, micro batch); every index comes once over all replicas. Metrics of torchmetrics are synced over
-    their real counts; any other object gets all predictions and targets on rank 0, in the order of the data.
+    `batches` gives (index, micro batch); every index comes once over all replicas, of which each has as many as `counts`
+    says (None: not known). Ranks that share a replica all go through its batches; one of them counts. Metrics of
+    torchmetrics are synced over their real counts; any other object gets all predictions and targets on rank 0, in the
+    order of the data.
     """
     context = trainable.context
     was_training = trainable.model.training
     trainable.model.eval()
     sums: dict[int, Tensor] = {}
-    plain = {name: metric for name, metric in metrics.items() if not _syncs(metric)}
+    synced = {name: metric for name, metric in metrics.items() if _syncs(metric)}
+    plain = {name: metric for name, metric in metrics.items() if name not in synced}
     seen: dict[int, tuple[Any, Any]] = {}
     try:
         with torch.no_grad():
-            for index, batch in batches:
+            for index, micro_batch in _passes(trainable, batches, counts, seed):
                 seed_everything(seed)
                 with context.autocast():
                     loss_sum, units, predictions, targets = trainable.task.evaluate(  # type: ignore[attr-defined]
-                        trainable.model, to_device(batch, context.device, context.dtype)
+                        trainable.model, micro_batch.batch
                     )
+                if index is None or not trainable.counts:
+                    continue
                 count = units if isinstance(units, Tensor) else torch.tensor(units, device=context.device)
                 sums[index] = torch.stack([loss_sum.double(), count.double()])
-                for name, metric in metrics.items():
-                    if name not in plain:
-                        metric.update(predictions, targets)
-                if plain and context.leader:
+                for metric in synced.values():
+                    metric.update(predictions, targets)
+                if plain:
                     seen[index] = predictions.cpu(), targets.cpu()
+        trainable.settle()
         loss_sum, units = _in_order(sums, context)
         values = {"loss": float(loss_sum / units)} if units else {}
-        values.update(_computed({name: metric for name, metric in metrics.items() if name not in plain}))
+        values.update(_computed(synced))
         values.update(_computed_on_rank_0(plain, seen, context))
         return {name: values[name] for name in ("loss", *metrics) if name in values}
     finally:
         trainable.model.train(was_training)
+
+
+def _passes(
+    trainable: Trainable, batches: Iterable[tuple[int, Any]], counts: tuple[int, ...] | None, seed: int
+) -> Iterator[tuple[int | None, MicroBatch]]:
+    """The forward passes of this rank. Index None: one that is only there because its peers make one."""
+    context = trainable.context
+    indices: list[int] = []
+
+    def placed() -> Iterator[MicroBatch]:
+        for index, batch in batches:
+            indices.append(index)
+            yield MicroBatch(seed, to_device(batch, context.device, context.dtype))
+
+    if counts is None and trainable.lockstep:
+        batches = list(batches)
+        told: list[Any] = [None] * context.world
+        dist.all_gather_object(told, (context.replica, len(batches)))
+        counts = tuple(dict(told)[replica] for replica in range(context.replicas))
+    for micro_batch, real in passes(trainable, Window(placed(), counts or (0,) * context.replicas)):
+        yield (indices[-1] if real else None), micro_batch
 
 
 def _in_order(sums: dict[int, Tensor], context: Context) -> tuple[Tensor, Tensor]:
@@ -59,7 +90,7 @@ def _in_order(sums: dict[int, Tensor], context: Context) -> tuple[Tensor, Tensor
     if context.world > 1:
         dist.all_reduce(last, dist.ReduceOp.MAX)
     table = torch.zeros(int(last) + 1, 2, dtype=torch.float64, device=context.device)
-    if sums and context.leader:
+    if sums:
         table[list(sums)] = torch.stack(list(sums.values()))
     if context.world > 1:
         dist.all_reduce(table)  # one rank's number and zeros: exact in any order

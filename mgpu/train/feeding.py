@@ -83,7 +83,7 @@ class Sources:
                 self.evaluation, course, self.spec.seed, workers=0, start=self.data.start, collate=self._collate(),
                 pin=pin,
             )  # fmt: skip
-            return EvaluationFeed(indexed, course.indices.start, 1)
+            return EvaluationFeed(indexed, course.indices.start, 1, course.counts)
         collate = self._collate() or default_collate
         stream = EvaluationStream(self.evaluation, self.spec.seed, micro, replica, replicas, collate)
         return EvaluationFeed(make_stream_loader(stream, workers=0, start=self.data.start, pin=pin), replica, replicas)
@@ -93,9 +93,13 @@ class Sources:
 
 
 class EvaluationFeed:
-    """(index, batch) of this replica's micro batches, as often as it is iterated."""
+    """(index, batch) of this replica's micro batches, as often as it is iterated.
 
-    def __init__(self, loader: DataLoader[Any], first: int, stride: int) -> None:
+    `counts` says how many every replica has; None for a stream, whose length is not known beforehand.
+    """
+
+    def __init__(self, loader: DataLoader[Any], first: int, stride: int, counts: tuple[int, ...] | None = None) -> None:
+        self.counts = counts
         self._loader = loader
         self._first = first
         self._stride = stride

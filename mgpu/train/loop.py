@@ -107,7 +107,7 @@ class Training:
             group["lr"] = group["initial_lr"] * self.rate.factor(self.position.step)
         scaler = self.trainable.context.scaler
         if self.trace:
-            self.trace.before_step(self.trainable.model, scaler.get_scale() if scaler else 1.0)
+            self.trace.before_step(self.trainable, scaler.get_scale() if scaler else 1.0)
         if scaler is None:
             norm = self.strategy.clip(self.trainable, self.spec.clip_norm)
             self.optimizer.step()
@@ -122,7 +122,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         if self.trace and stepped:
             rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            self.trace.after_step(self.position.step + 1, self.trainable.model, totals, norm, rates)
+            self.trace.after_step(self.position.step + 1, self.trainable, totals, norm, rates)
         return norm, stepped
 
     def _is_last(self, position: Position) -> bool:
@@ -137,8 +137,7 @@ class Training:
         self._check_alike()
 
     def _check_alike(self) -> None:
-        if self.strategy.replicated:
-            check_alike(self.trainable.model, self.trainable.context, self.position.step)
+        check_alike(self.trainable, self.position.step)
 
     def _log(self, totals: StepLoss, norm: torch.Tensor, clock: Clock) -> None:
         if self.logger is None:
@@ -159,10 +158,21 @@ class Training:
         if self.evaluation is None:
             return
         batches = beating(self.evaluation, self.position.step, Phase.EVALUATING)
-        values = evaluate(self.trainable, batches, self.metrics, self.spec.seed)
+        counts = self.evaluation.counts
+        values = evaluate(self.trainable, batches, counts, self.metrics, self.spec.seed)
         self.saving.measured(self.position.step, values)
         if self.logger is not None:
             self.run.record("evaluated", step=self.position.step, **values)
+
+    def closing(self) -> str | None:
+        """What the task has to say at the end. On all ranks: where the model is spread, calling it is collective."""
+        closing = getattr(self.trainable.task, "closing", None)
+        if closing is None:
+            return None
+        with torch.no_grad():
+            text: str | None = closing(self.trainable.model)
+        self.trainable.settle()
+        return text
 
 
 class Clock:

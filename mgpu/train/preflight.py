@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mgpu.data.sampling import why_not_layout_free
 from mgpu.errors import DataError, MgpuError
 from mgpu.parallel._exact import why_not_exact
+from mgpu.parallel.base import Layout, Strategy
+from mgpu.plan import Plan, make_strategy
 from mgpu.spec import RunSpec, Target
 from mgpu.train.feeding import is_indexed
 from mgpu.train.schedule import learning_rate
@@ -16,7 +20,7 @@ from mgpu.train.targets import TargetError, build, check
 Fault = dict[str, Any]
 
 
-def preflight(spec: RunSpec) -> list[Fault]:
+def preflight(spec: RunSpec, plan: Plan) -> list[Fault]:
     """Every fault found: `key` in the spec, `message`, `hint`. Nothing is trained, no device is touched."""
     if spec.script is not None or spec.data is None:
         return []
@@ -42,7 +46,7 @@ def preflight(spec: RunSpec) -> list[Fault]:
     if spec.data.eval is not None:
         target = spec.data.eval
         faults += _attempt(lambda: _open(target, ("data", "eval")), ("data", "eval"))
-    return faults + _attempt(lambda: _check_exact(spec), ("model",))
+    return faults or _attempt(lambda: _check_model(spec, plan), ("model",))
 
 
 def _open_training(spec: RunSpec) -> None:
@@ -74,17 +78,20 @@ def _open(target: Target, key: tuple[str | int, ...]) -> Any:
     return samples
 
 
-def _check_exact(spec: RunSpec) -> None:
-    """Told before the start where the model can be built without memory; a rank looks again."""
-    if spec.numerics != "exact" or spec.model is None:
+def _check_model(spec: RunSpec, plan: Plan) -> None:
+    """Ask whether this model, built without memory, can be laid out as the plan says. The ranks look again."""
+    strategy, is_exact = make_strategy(spec), spec.numerics == "exact"
+    if spec.model is None or (type(strategy).fits is Strategy.fits and not is_exact):
         return
-    import torch
-
-    with torch.device("meta"):
-        model = build(spec.model, key=("model",))
-    reason = why_not_exact(model)
-    if reason:
+    try:
+        with torch.device("meta"):
+            model = build(spec.model, key=("model",))
+    except Exception as error:  # code that reads values while it builds; the ranks build it with values
+        print(f"the model cannot be built without memory, so that its split is not checked: {error}")
+        return
+    if is_exact and (reason := why_not_exact(model)):
         raise TargetError(("numerics",), f"the model cannot be exact: {reason}")
+    strategy.fits(model, Layout(spec, plan.device, len(plan.devices), plan.counts))
 
 
 def _attempt(action: Any, key: tuple[str | int, ...]) -> list[Fault]:

@@ -202,10 +202,10 @@ def _train(spec: RunSpec, run: Run, plan: Plan, rank: int, start: Start, heart: 
     completed = training.run_to_end()
     heart.beat(training.position.step, Phase.ENDING)
     heart.set("ended", Ended.COMPLETED if completed else Ended.STOPPED)
+    text = training.closing() if completed and spec.trace is None else None
     if training.logger is None:
         return
-    closing = getattr(training.trainable.task, "closing", None)
-    if completed and closing and (text := closing(training.trainable.model)):
+    if text:
         run.record("note", text=text)
     outcome = "completed" if completed else "stopped"
     run.record(outcome, attempt=start.attempt, step=training.position.step)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mgpu.data.feed import Turn
 from mgpu.files import append_line
-from mgpu.parallel.base import StepLoss
+from mgpu.parallel.base import StepLoss, Trainable
 
 PROJECTIONS = 4
 """Random projections a tensor: they tell how far two tensors are apart without keeping either."""
@@ -54,15 +54,15 @@ class Trace:
             self._micro.append((index, turn.samples(index), content(batch)))
             yield index, batch
 
-    def before_step(self, model: nn.Module, scale: float) -> None:
+    def before_step(self, trainable: Trainable, scale: float) -> None:
         """Note the gradient. `scale` is what it is still multiplied by (fp16)."""
         self._gradients = {
             name: [value / scale for value in digest(parameter.grad)]
-            for name, parameter in model.named_parameters()
+            for name, parameter in trainable.named_parameters.items()
             if parameter.grad is not None
         }
 
-    def after_step(self, step: int, model: nn.Module, totals: StepLoss, norm: Tensor, rates: list[float]) -> None:
+    def after_step(self, step: int, trainable: Trainable, totals: StepLoss, norm: Tensor, rates: list[float]) -> None:
         """Write the line of `step`. `rates` is the learning rate of each parameter group as the optimizer used it."""
         line = {
             "step": step,
@@ -73,7 +73,7 @@ class Trace:
             "grad_norm": float(norm),
             "lr": rates,
             "gradients": self._gradients,
-            "parameters": {name: digest(parameter) for name, parameter in model.named_parameters()},
+            "parameters": {name: digest(parameter) for name, parameter in trainable.named_parameters.items()},
         }
         append_line(self._path, line)
         self._micro, self._losses, self._gradients = [], [], {}

@@ -1,8 +1,7 @@
-"""Running statistics of batch norm that no layout can change.
+"""Running statistics of batch norm under `numerics: exact`.
 
-A module that keeps a running mean and variance updates them at every forward pass, so on several ranks each would hold the
-average of its own micro batches. Here the statistics of each micro batch are caught, shared, and applied in the order of the
-micro batches, as one process would have done: every rank ends a step with the same running statistics.
+The statistics of each micro batch are caught, shared, and applied one after the other in the order of the micro batches,
+with the same operations in every layout. (`_running` composes them in one all-reduce, which is right to rounding.)
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mgpu.parallel._running import tracking_norms
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
 
-class RunningStatistics:
+class MicroBatchStatistics:
     """The running statistics of all modules of `model` that have some; empty for most models."""
 
     def __init__(self, model: nn.Module) -> None:
-        from torch.nn.modules.batchnorm import _NormBase
-
-        self._modules: list[Any] = [
-            module for module in model.modules() if isinstance(module, _NormBase) and module.running_mean is not None
-        ]
+        self._modules = tracking_norms(model)
         self._caught: list[list[list[Tensor]]] = []
         self._passing: list[list[Tensor]] | None = None
         for number, module in enumerate(self._modules):

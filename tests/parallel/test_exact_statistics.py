@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu.parallel._batch_norm import RunningStatistics
+from mgpu.parallel._exact_statistics import MicroBatchStatistics
 
 
 def network(momentum):
@@ -18,7 +18,7 @@ def test_a_window_equals_plain_torch(momentum):
     torch.manual_seed(0)
     model = network(momentum)
     plain = copy.deepcopy(model)
-    statistics = RunningStatistics(model)
+    statistics = MicroBatchStatistics(model)
     for step in range(3):
         images = [torch.randn(4, 1, 6, 6) * (step + 1) for _ in range(5)]
         for image in images:
@@ -34,7 +34,7 @@ def test_a_window_equals_plain_torch(momentum):
 
 def test_statistics_stay_as_they_were_until_they_are_settled():
     model = network(0.1)
-    statistics = RunningStatistics(model)
+    statistics = MicroBatchStatistics(model)
     with statistics.of_one_micro_batch():
         model(torch.randn(4, 1, 6, 6))
     assert torch.equal(model[1].running_mean, torch.zeros(3))
@@ -44,7 +44,7 @@ def test_statistics_stay_as_they_were_until_they_are_settled():
 def test_a_frozen_or_unused_module_keeps_its_statistics():
     model = network(0.1)
     model[1].eval()
-    statistics = RunningStatistics(model)
+    statistics = MicroBatchStatistics(model)
     with statistics.of_one_micro_batch():
         model(torch.randn(4, 1, 6, 6))
     statistics.settle((1,), 0, torch.device("cpu"))

@@ -1,0 +1,387 @@
+"""What fsdp, tensor, pipeline and hybrid are made of: degrees of a device mesh, applied from the inside out.
+
+Ranks are numbered so that tensor peers are nearest, then pipeline stages, then shards, then replicas: a replica (one of
+`replicate x shard`) is a contiguous run of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from mgpu.errors import PlanError
+from mgpu.parallel._gradients import align, clip_whole, local_gradients, multiply, sum_over
+from mgpu.parallel._lockstep import passes
+from mgpu.parallel._running import RunningStatistics, Unchanged
+from mgpu.parallel.base import Context, Layout, StepLoss, Strategy, Task, Trainable, Window, agree, backward_one
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from mgpu.parallel._pipelined import Pipeline
+    from mgpu.parallel._sharded import Sharding
+    from mgpu.parallel._tensor_plans import TensorSplit
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the mesh, outermost first."""
+
+    replicate: int = 1
+    shard: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.pipeline * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        return self.replicate * self.shard
+
+    def sizes(self) -> dict[str, int]:
+        """The dimensions that have more than one rank."""
+        sizes = {name: getattr(self, name) for name in ("replicate", "shard", "pipeline", "tensor")}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+
+@dataclass(frozen=True)
+class Composed(Trainable):
+    """A model laid over a mesh. `holders` says how many ranks hold (a part of) each parameter."""
+
+    mesh: DeviceMesh | None = None
+    degrees: Degrees = Degrees()
+    pipeline: Pipeline | None = None
+    sharding: Sharding | None = None
+    loss_parallel: bool = False
+    holders: Mapping[str, int] | None = None
+
+    def settle(self) -> None:
+        if self.sharding is not None:
+            self.sharding.settle()
+
+    def group(self, *names: str) -> Any:
+        """The process group over dimensions of the mesh; None where it has but one rank."""
+        present = [name for name in names if name in self.degrees.sizes()]
+        if not present or self.mesh is None:
+            return None
+        if len(present) == 1:
+            return self.mesh.get_group(present[0])
+        return self.mesh[tuple(present)]._flatten("_".join(present)).get_group()
+
+
+class ComposedStrategy(Strategy):
+    """The engine; a strategy says its degrees and the options of the parts it uses."""
+
+    made: Sharding | None = None
+    """How this rank's model is sharded, from the moment it was made."""
+
+    def degrees(self, world: int) -> Degrees:
+        """The mesh of `world` ranks; PlanError where the strategy's options do not multiply to it."""
+        raise PlanError("a strategy of this kind says its degrees")
+
+    def divided(self, world: int, replicate: int, rest: str) -> Degrees:
+        """`replicate` groups, each with all its ranks in the dimension `rest`."""
+        if world % replicate:
+            raise PlanError(
+                f"{world} devices do not divide into {replicate} groups",
+                key=("parallel", "replicate"),
+                hint=f"write a number that divides {world}",
+            )
+        return Degrees(**{"replicate": replicate, rest: world // replicate})
+
+    def sharding(self) -> Sharding | None:
+        """How parameters are sharded; None where they are not."""
+        return None
+
+    def tensor_split(self) -> TensorSplit | None:
+        """How layers are split inside; None where they are not."""
+        return None
+
+    def pipeline(self) -> dict[str, Any] | None:
+        """Schedule, split and chunks of a pipeline; None where there is none."""
+        return None
+
+    def replicas(self, world: int) -> int:
+        return self.degrees(world).replicas
+
+    def mesh(self, world: int) -> dict[str, int]:
+        return self.degrees(world).sizes() or {"replicate": 1}
+
+    def check(self, layout: Layout) -> tuple[str, ...]:
+        from mgpu.parallel._schedules import SCHEDULES, check_schedule
+
+        degrees = self.degrees(layout.devices)
+        stages, sharding, split = self.pipeline(), self.sharding(), self.tensor_split()
+        notes: tuple[str, ...] = ()
+        if stages is not None and degrees.pipeline > 1:
+            schedule = SCHEDULES[stages["schedule"]]
+            notes += check_schedule(schedule, layout.counts, degrees.pipeline, stages["chunks"])
+            _check_stages(layout, schedule.name, schedule.several, stages, degrees)
+        if sharding is not None:
+            _check_sharding(layout, sharding, degrees)
+        if split is not None and degrees.tensor > 1:
+            _check_heads(layout, degrees.tensor)
+            if layout.spec.precision == "fp16":
+                raise PlanError(
+                    "fp16 does not compose with tensor: losses cannot be scaled there",
+                    key=("precision",),
+                    hint="write bf16",
+                )
+        return notes
+
+    def fits(self, model: nn.Module, layout: Layout) -> None:
+        from mgpu.parallel._schedules import SCHEDULES
+        from mgpu.parallel._stages import choose_cuts, parts_of
+
+        degrees = self.degrees(layout.devices)
+        stages, sharding, split = self.pipeline(), self.sharding(), self.tensor_split()
+        if split is not None and degrees.tensor > 1:
+            split.check(model, degrees.tensor)
+        if sharding is not None and degrees.shard > 1:
+            sharding.units(model)
+        if stages is not None and degrees.pipeline > 1:
+            count = SCHEDULES[stages["schedule"]].stages(degrees.pipeline, stages["chunks"])
+            cuts = choose_cuts(model, count) if stages["split"] == "auto" else stages["split"]
+            parts_of(model, cuts)
+
+    def scaler(self, context: Context) -> Any:
+        """Ranks hold different gradients, so they share whether one of them overflowed."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        if context.world == 1:
+            return super().scaler(context)
+        return ShardedGradScaler(context.device.type)
+
+    def materialize(self, make: Any, context: Context) -> nn.Module:
+        """On the host: what this rank does not keep need never be on the device."""
+        self.made = self.sharding()
+        model: nn.Module = self.made.make(make, context) if self.made is not None else make()
+        return model
+
+    def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from mgpu.parallel._blocks import prepare_blocks
+        from mgpu.parallel._pipelined import Pipeline
+
+        degrees = self.degrees(context.world)
+        sizes = degrees.sizes()
+        mesh = None
+        if sizes:
+            mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        pipeline = None
+        if degrees.pipeline > 1:
+            assert mesh is not None
+            pipeline = Pipeline(model, context, mesh.get_group("pipeline"), **(self.pipeline() or {}))
+        sharding = self.made
+        if sharding is None or not sharding.on_meta:
+            model.to(context.device) if pipeline is None else pipeline.to(context.device)
+            _spread_first_weights(model, context, degrees, mesh)
+        split = self.tensor_split()
+        if split is not None and degrees.tensor > 1:
+            assert mesh is not None
+            split.apply(model, mesh["tensor"])
+        prepare_blocks(model, context)
+        if pipeline is not None:
+            pipeline.cutting.cut()
+        if sharding is not None and degrees.shard > 1:
+            assert mesh is not None
+            data = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
+            sharding.apply(model if pipeline is None else pipeline, mesh[data], context)
+        elif sharding is not None:
+            sharding.fill(model, context)
+        owned = pipeline.owned() if pipeline is not None else dict(model.named_parameters())
+        parallel_loss = split is not None and split.loss_parallel and degrees.tensor > 1
+        trainable = Composed(
+            model=model,
+            module=model,
+            task=WholeLoss(task) if parallel_loss else task,
+            context=context,
+            lockstep=degrees.shard > 1,
+            counts=context.rank % (degrees.pipeline * degrees.tensor) == 0,
+            owned=owned if pipeline is not None else None,
+            mesh=mesh,
+            degrees=degrees,
+            pipeline=pipeline,
+            sharding=sharding,
+            loss_parallel=parallel_loss,
+            holders=_holders(owned, degrees, pipeline),
+        )
+        if pipeline is not None:
+            pipeline.attach(trainable)
+        return trainable
+
+    def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
+        assert isinstance(trainable, Composed)
+        context, degrees, pipeline = trainable.context, trainable.degrees, trainable.pipeline
+        data = trainable.group("replicate", "shard")
+        with RunningStatistics(trainable.model, window.counts, context.replica, data):
+            sums = self._passes(trainable, window) if pipeline is None else pipeline.run(trainable, window)
+        if pipeline is None and not trainable.counts:
+            sums = sums * 0
+        totals = agree(context, sums)
+        if degrees.tensor > 1:
+            align(trainable.parameters)
+        if degrees.replicate > 1 and degrees.shard == 1:
+            sum_over(trainable.group("replicate"), trainable.parameters)
+        if pipeline is not None:
+            pipeline.sum_tied()
+        multiply(local_gradients(trainable.parameters), 1.0 / (totals.units * context.loss_scale))
+        return totals
+
+    def _passes(self, trainable: Composed, window: Window) -> Tensor:
+        import contextlib
+
+        import torch
+
+        context, sharding = trainable.context, trainable.sharding
+        sums = torch.zeros(2, dtype=torch.float64, device=context.device)
+        length = max(window.counts) if trainable.lockstep else window.counts[context.replica]
+        for index, (micro_batch, real) in enumerate(passes(trainable, window)):
+            if sharding is not None:
+                sharding.before_pass(trainable.module, last=index == length - 1)
+            with contextlib.nullcontext() if real else Unchanged(trainable.model), _loss_context(trainable):
+                sums += backward_one(trainable, micro_batch, 1.0 if real else 0.0)
+        return sums
+
+    def clip(self, trainable: Trainable, max_norm: float | None) -> Tensor:
+        assert isinstance(trainable, Composed) and trainable.holders is not None
+        parameters = {name: value for name, value in trainable.named_parameters.items() if value.requires_grad}
+        return clip_whole(parameters, trainable.holders, trainable.context.device, max_norm)
+
+
+class WholeLoss:
+    """A task whose model leaves its logits split over tensor peers: the loss is worked out on the parts."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        loss_sum, units = self.task.loss(model, batch)
+        return _whole(loss_sum), units
+
+    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            return tuple(map(_whole, self.task.evaluate(model, batch)))  # type: ignore[attr-defined]
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _loss_context(trainable: Composed) -> Any:
+    import contextlib
+
+    if not trainable.loss_parallel:
+        return contextlib.nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def _holders(owned: Mapping[str, Any], degrees: Degrees, pipeline: Pipeline | None) -> dict[str, int]:
+    ranks = degrees.world // degrees.pipeline
+    tied = pipeline.owners() if pipeline is not None else {}
+    return {name: ranks * tied.get(name, 1) for name in owned}
+
+
+def _spread_first_weights(model: nn.Module, context: Context, degrees: Degrees, mesh: DeviceMesh | None) -> None:
+    """The first replica's weights and buffers, everywhere: a model whose code draws outside torch's seed is alike too."""
+    import torch
+
+    if mesh is None:
+        return
+    values = [value.detach() for value in (*model.parameters(), *model.buffers())]
+    stages = degrees.pipeline
+    per_stage = (
+        mesh
+        if stages == 1
+        else mesh[tuple(name for name in degrees.sizes() if name != "pipeline")]
+        if len(degrees.sizes()) > 1
+        else None
+    )
+    if per_stage is None:
+        return
+    group = per_stage._flatten("holders").get_group() if per_stage.ndim > 1 else per_stage.get_group()
+    source = int(per_stage.mesh.flatten()[0])
+    for value in values:
+        torch.distributed.broadcast(value, src=source, group=group)
+
+
+def degree_product(name: str, degrees: Mapping[str, int], world: int) -> None:
+    """PlanError where the degrees do not multiply to the number of ranks."""
+    product = prod(degrees.values())
+    if product != world:
+        terms = " x ".join(f"{key} {value}" for key, value in degrees.items())
+        raise PlanError(
+            f"{terms} = {product} ranks, the devices are {world}",
+            key=("parallel",),
+            hint=f"the degrees of {name} multiply to the number of devices",
+        )
+
+
+HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads")
+
+
+def _check_heads(layout: Layout, degree: int) -> None:
+    """Numbers of heads that the spec itself tells, down to nested arguments."""
+
+    def walk(value: Any, key: tuple[str | int, ...]) -> None:
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if name in HEADS and isinstance(inner, int) and inner % degree:
+                raise PlanError(
+                    f"{inner} heads do not divide by the tensor degree {degree}",
+                    key=(*key, name),
+                    hint=f"write a multiple of {degree}, or a degree that divides {inner}",
+                )
+            walk(inner, (*key, name))
+
+    walk(layout.spec.model.args if layout.spec.model else {}, ("model", "args"))
+
+
+def _check_stages(layout: Layout, schedule: str, several: bool, stages: dict[str, Any], degrees: Degrees) -> None:
+    from mgpu.parallel._schedules import SCHEDULES
+
+    count = SCHEDULES[schedule].stages(degrees.pipeline, stages["chunks"])
+    split = stages["split"]
+    if split != "auto" and len(split) != count - 1:
+        raise PlanError(
+            f"{len(split)} split points make {len(split) + 1} stages, schedule {schedule} on {degrees.pipeline} ranks has "
+            f"{count}",
+            key=("parallel", "split"),
+            hint=f"name {count - 1} modules",
+        )
+    if layout.spec.compile and schedule in ("zero-bubble", "zbv", "dualpipev"):
+        raise PlanError(
+            f"compile does not compose with schedule {schedule}: it works out the gradients of inputs and weights apart, "
+            "which a compiled backward pass cannot",
+            key=("compile",),
+            hint="write schedule: 1f1b, or compile: false",
+        )
+    if layout.spec.activation_checkpointing != "none" and schedule in ("zero-bubble", "zbv", "dualpipev"):
+        raise PlanError(
+            f"activation checkpointing does not compose with schedule {schedule}, which goes backward twice",
+            key=("activation_checkpointing",),
+            hint="write schedule: 1f1b, or activation_checkpointing: none",
+        )
+
+
+def _check_sharding(layout: Layout, sharding: Sharding, degrees: Degrees) -> None:
+    if sharding.offload and layout.device == "cpu":
+        raise PlanError(
+            "offload keeps shards in host memory, and the devices are CPUs",
+            key=("parallel", "offload"),
+            hint="leave it out",
+        )
+    if sharding.on_meta and (degrees.pipeline > 1 or degrees.tensor > 1):
+        raise PlanError("meta does not compose with pipeline or tensor", key=("parallel", "meta"), hint="leave it out")

@@ -1,0 +1,182 @@
+"""One micro batch at a time through the stages of a pipeline, of any shape: forward, or forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mgpu.parallel._calls import Call
+from mgpu.parallel._running import Unchanged
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mgpu.parallel._pipelined import Pipeline
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a receiver must know of a tensor."""
+
+    size: tuple[int, ...]
+    kind: torch.dtype
+
+
+class Relay:
+    """Hands activations from rank to rank, and gradients back. All ranks of the group call its methods together."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.shapes: dict[Any, Shape] = {}
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for one input, on every rank of the group; without gradient."""
+        import torch
+
+        pipeline = self.pipeline
+        if torch.is_grad_enabled():
+            raise RuntimeError("a pipeline's model is called outside of training: use torch.no_grad()")
+        call = Call(args, kwargs)
+        pipeline.calls = [(call, None, 1.0)]
+        output = None
+        given: Tensor | None = None
+        for stage in range(pipeline.count):
+            given = self._forward_to(stage, given, _key(call))
+            if stage in pipeline.own:
+                given = output = pipeline.pass_stage(stage, given)
+        pipeline.calls = []
+        return self._from_last(output)
+
+    def _from_last(self, output: Any) -> Any:
+        """The last stage's output, whatever it is made of, on every rank of the group."""
+        import torch
+        import torch.distributed as dist
+        from torch.utils._pytree import tree_leaves, tree_map_only
+
+        pipeline = self.pipeline
+        source = self._global(pipeline.owner_of_stage[-1])
+        mine = pipeline.rank == pipeline.owner_of_stage[-1]
+        device = pipeline.context.device
+        told: list[Any] = [None]
+        if mine:
+            told = [tree_map_only(torch.Tensor, lambda value: Shape(tuple(value.shape), value.dtype), output)]
+        dist.broadcast_object_list(told, src=source, group=pipeline.group, device=device)
+        values = iter([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)] if mine else ())
+
+        def bring(shape: Shape) -> Tensor:
+            value = next(values).contiguous() if mine else torch.empty(shape.size, dtype=shape.kind, device=device)
+            dist.broadcast(value, src=source, group=pipeline.group)
+            return value
+
+        received: Any = tree_map_only(Shape, bring, told[0])
+        return received
+
+    def forward_backward(self) -> None:
+        """The one call in `pipeline.calls`, forward and backward; gradients add up in the parameters."""
+        import torch
+
+        pipeline = self.pipeline
+        key = _key(pipeline.calls[0][0])
+        inputs: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
+        given: Tensor | None = None
+        for stage in range(pipeline.count):
+            given = self._forward_to(stage, given, key)
+            if stage in pipeline.own:
+                if given is not None:
+                    given = inputs[stage] = given.detach().requires_grad_(given.is_floating_point())
+                given = outputs[stage] = pipeline.pass_stage(stage, given)
+        gradient: Tensor | None = None
+        for stage in reversed(range(pipeline.count)):
+            if stage in pipeline.own:
+                if outputs[stage].requires_grad:
+                    outputs[stage].backward(gradient)
+                if stage > 0:
+                    held = inputs[stage]
+                    gradient = torch.zeros_like(held) if held.grad is None else held.grad
+            gradient = self._back_from(stage, gradient, key)
+
+    def probe(self) -> dict[int, Callable[[torch.device], Tensor]]:
+        """What each stage of this rank gets and hands over, from a pass of the first call at hand: makers of examples."""
+        import torch
+
+        pipeline = self.pipeline
+        key = _key(pipeline.calls[0][0])
+        given: Tensor | None = None
+        found: dict[int, Callable[[torch.device], Tensor]] = {}
+        sums = len(pipeline.sums)
+        with torch.no_grad(), Unchanged(pipeline.model):
+            for stage in range(pipeline.count):
+                given = self._forward_to(stage, given, key)
+                if stage in pipeline.own:
+                    if given is not None:
+                        found[stage - 1] = _maker(given)
+                    given = pipeline.pass_stage(stage, given)
+                    if stage < pipeline.count - 1:
+                        found[stage] = _maker(given)
+        del pipeline.sums[sums:]
+        return found
+
+    def _forward_to(self, stage: int, value: Tensor | None, key: Any) -> Tensor | None:
+        """Bring what the stage before handed over to the rank of `stage`."""
+        if stage == 0:
+            return None
+        return self._carry(stage - 1, stage, value, (key, stage))
+
+    def _back_from(self, stage: int, value: Tensor | None, key: Any) -> Tensor | None:
+        """Bring the gradient that `stage` made for its input to the rank of the stage before."""
+        if stage == 0:
+            return None
+        return self._carry(stage, stage - 1, value, (key, stage, "back"))
+
+    def _carry(self, source: int, target: int, value: Tensor | None, key: Any) -> Tensor | None:
+        import torch
+        import torch.distributed as dist
+
+        pipeline = self.pipeline
+        sender, receiver = pipeline.owner_of_stage[source], pipeline.owner_of_stage[target]
+        if sender == receiver or pipeline.rank not in (sender, receiver):
+            return value if pipeline.rank == receiver else None
+        device, group = pipeline.context.device, pipeline.group
+        key = (*key, torch.is_autocast_enabled(device.type), torch.is_grad_enabled())
+        if pipeline.rank == sender:
+            assert value is not None
+            value = value.detach().contiguous()
+            shape = Shape(tuple(value.shape), value.dtype)
+            if key not in self.shapes:
+                dist.send_object_list([shape], dst=self._global(receiver), group=group, device=device)
+                self.shapes[key] = shape
+            dist.send(value, dst=self._global(receiver), group=group)
+            return None
+        if key not in self.shapes:
+            told: list[Any] = [None]
+            dist.recv_object_list(told, src=self._global(sender), group=group, device=device)
+            self.shapes[key] = told[0]
+        shape = self.shapes[key]
+        received = torch.empty(shape.size, dtype=shape.kind, device=device)
+        dist.recv(received, src=self._global(sender), group=group)
+        return received
+
+    def _global(self, rank: int) -> int:
+        import torch.distributed as dist
+
+        return dist.get_global_rank(self.pipeline.group, rank)
+
+
+def _key(call: Call) -> Any:
+    from torch import Tensor
+    from torch.utils._pytree import tree_flatten
+
+    leaves, structure = tree_flatten((call.args, call.kwargs))
+    return str(structure), tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for v in leaves)
+
+
+def _maker(value: Tensor) -> Callable[[torch.device], Tensor]:
+    import torch
+
+    size, stride, kind = value.shape, value.stride(), value.dtype
+    return lambda device: torch.empty_strided(size, stride, dtype=kind, device=device).requires_grad_(
+        kind.is_floating_point
+    )

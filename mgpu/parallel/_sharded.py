@@ -1,0 +1,149 @@
+"""Parameters, gradients and optimizer state cut over ranks by FSDP2, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mgpu.errors import PlanError
+from mgpu.parallel._blocks import repeated_blocks
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from mgpu.parallel.base import Context
+
+
+@dataclass
+class Sharding:
+    """How to shard. `wrap` is `auto` (repeated blocks), class names, or the least number of parameters of a unit."""
+
+    wrap: str | int | tuple[str, ...] = "auto"
+    reshard_after_forward: bool = True
+    offload: bool = False
+    on_meta: bool = False
+    gather: str = "fp32"
+    first_weights: dict[str, Tensor] = field(default_factory=dict)
+    roots: list[Any] = field(default_factory=list)
+
+    def make(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
+        """The model on the host, or without memory; then rank 0 keeps the real weights aside."""
+        if not self.on_meta:
+            return make()
+        import torch
+
+        if context.rank == 0:
+            real = make()
+            self.first_weights = {**dict(real.named_buffers()), **real.state_dict()}
+        with torch.device("meta"):
+            return make()
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that are gathered one at a time; PlanError where the rule finds none."""
+        if self.wrap == "auto":
+            return list(repeated_blocks(model).values())
+        if isinstance(self.wrap, int):
+            return _by_size(model, self.wrap)
+        wanted = (self.wrap,) if isinstance(self.wrap, str) else self.wrap
+        found = [module for module in model.modules() if type(module).__name__ in wanted]
+        missing = set(wanted) - {type(module).__name__ for module in found}
+        if missing:
+            raise PlanError(
+                f"the model has no {', '.join(sorted(missing))}",
+                key=("parallel", "wrap"),
+                hint=f"its classes: {', '.join(sorted({type(module).__name__ for module in model.modules()}))}",
+            )
+        return [module for module in found if module is not model]
+
+    def apply(self, model: Any, mesh: DeviceMesh, context: Context) -> None:
+        """Shard `model`, or each stage of a pipeline, over `mesh` (1-D, or replicate x shard)."""
+        import torch
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        kinds = {"fp32": None, "bf16": torch.bfloat16}
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=kinds[self.gather], reduce_dtype=torch.float32)
+            if kinds[self.gather]
+            else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+        }
+        self.roots = list(getattr(model, "stages", None) or [model])
+        whole = model.model if hasattr(model, "stages") else model
+        chosen = {id(unit) for unit in self.units(whole)}
+        for root in self.roots:
+            for unit in reversed([module for module in root.modules() if id(module) in chosen]):
+                if any(True for _ in unit.parameters()):
+                    fully_shard(unit, **options)
+            fully_shard(root, **options)
+            for module in root.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+        self.fill(whole, context)
+
+    def fill(self, model: nn.Module, context: Context) -> None:
+        """Give a model without memory its memory and rank 0's weights."""
+        if not self.on_meta:
+            return
+        import torch
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        ties = _ties(model)
+        model.to_empty(device="cpu" if self.offload else context.device)
+        for first, others in ties:
+            for holder, name in others:
+                setattr(holder, name, getattr(*first))
+        with torch.no_grad():
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                whole = torch.empty(value.shape, dtype=value.dtype, device=context.device)
+                if context.rank == 0:
+                    whole.copy_(self.first_weights[name])
+                if context.world > 1:
+                    torch.distributed.broadcast(whole, src=0)
+                if isinstance(value, DTensor):
+                    part = distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
+                    value.to_local().copy_(part.to_local())
+                else:
+                    value.copy_(whole)
+        self.first_weights = {}
+
+    def before_pass(self, module: nn.Module, *, last: bool) -> None:
+        """Gradients stay whole on each rank until the last pass of a step, and are then reduced once."""
+        for root in self.roots or [module]:
+            if hasattr(root, "set_requires_gradient_sync"):
+                root.set_requires_gradient_sync(last)
+
+    def settle(self) -> None:
+        """Give up what passes without a backward have gathered."""
+        for root in self.roots:
+            for module in root.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules with at least `least` parameters of their own, deepest first."""
+    found: list[nn.Module] = []
+    taken: set[int] = set()
+    for module in reversed(list(model.modules())):
+        if module is model:
+            continue
+        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        if sum(own.values()) >= least:
+            found.append(module)
+            taken |= set(own)
+    return list(reversed(found))
+
+
+def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], list[tuple[nn.Module, str]]]]:
+    """Parameters that several modules share: the first place of each, and the others."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [(found[0], found[1:]) for found in places.values() if len(found) > 1]

@@ -1,0 +1,134 @@
+"""Layers of one model over several devices of one process, for a model that does not fit one of them.
+
+Every device but one waits at any time: pipeline does the same with several processes and keeps them busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mgpu.errors import PlanError
+from mgpu.parallel._blocks import prepare_blocks
+from mgpu.parallel._options import Names
+from mgpu.parallel._stages import Part, choose_cuts, parts_of
+from mgpu.parallel.base import (
+    Context,
+    Layout,
+    StepLoss,
+    Strategy,
+    StrategyOptions,
+    Task,
+    Trainable,
+    Window,
+    agree,
+    backward_one,
+    scale_gradients,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class ModelOptions(StrategyOptions):
+    """Options of `strategy: model`."""
+
+    split: Literal["auto"] | Names = "auto"
+    """Names of the modules that devices 1, 2, ... begin with; `auto` gives each about the same number of weights."""
+
+
+class Model(Strategy):
+    """Each module lives on one device; what it is called with moves there."""
+
+    Options: ClassVar[type[StrategyOptions]] = ModelOptions
+    options: ModelOptions
+
+    def processes(self, devices: int) -> int:
+        return 1
+
+    def replicas(self, world: int) -> int:
+        return 1
+
+    def check(self, layout: Layout) -> tuple[str, ...]:
+        if self.options.split != "auto" and len(self.options.split) != layout.devices - 1:
+            raise PlanError(
+                f"{len(self.options.split)} split points make {len(self.options.split) + 1} parts, "
+                f"the devices are {layout.devices}",
+                key=("parallel", "split"),
+            )
+        if layout.device == "cpu":
+            return ("model on CPU: all parts are on the same device",)
+        return ()
+
+    def fits(self, model: nn.Module, layout: Layout) -> None:
+        self._parts(model, layout.devices)
+
+    def materialize(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
+        return prepare_blocks(make(), context)
+
+    def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
+        devices = context.devices or (context.device,)
+        place(model, self._parts(model, len(devices)), devices)
+        return Trainable(model=model, module=model, task=task, context=context)
+
+    def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
+        import torch
+
+        sums = torch.zeros(2, dtype=torch.float64, device=trainable.context.device)
+        for micro_batch in window.micro_batches:
+            sums += backward_one(trainable, micro_batch)
+        totals = agree(trainable.context, sums)
+        for device in set(trainable.context.devices):
+            here = [parameter for parameter in trainable.parameters if parameter.device == device]
+            scale_gradients(here, 1.0 / (totals.units.to(device) * trainable.context.loss_scale))
+        return totals
+
+    def _parts(self, model: nn.Module, devices: int) -> list[Part]:
+        if devices == 1:
+            return []
+        cuts = choose_cuts(model, devices) if self.options.split == "auto" else self.options.split
+        return parts_of(model, cuts)
+
+
+def place(model: nn.Module, parts: Sequence[Part], devices: Sequence[torch.device]) -> None:
+    """Move each part to its device, and all that is in no part to the first; what a part is called with moves along.
+
+    The output of the model comes back to the first device, where the targets are. A tied parameter lives where its first
+    module does; the other module is then called there.
+    """
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    home: dict[int, torch.device] = {}
+    for part in parts:
+        for parameter in part.module.parameters():
+            home.setdefault(id(parameter), devices[part.stage])
+    inside = {id(module) for part in parts for module in part.module.modules()}
+
+    def bring(device: torch.device) -> Callable[..., Any]:
+        def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))
+
+        return move
+
+    for part in parts:
+        tied = {home[id(parameter)] for parameter in part.module.parameters()}
+        device = tied.pop() if len(tied) == 1 else devices[part.stage]
+        _move(part.module, device)
+        part.module.register_forward_pre_hook(bring(device), with_kwargs=True)
+    for module in model.modules():
+        if id(module) not in inside:
+            for value in (*module._parameters.values(), *module._buffers.values()):
+                if value is not None:
+                    value.data = value.data.to(devices[0])
+    model.register_forward_hook(
+        lambda module, args, output: tree_map_only(torch.Tensor, lambda value: value.to(devices[0]), output)
+    )
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    for inner in module.modules():
+        for value in (*inner._parameters.values(), *inner._buffers.values()):
+            if value is not None and value.device != device:
+                value.data = value.data.to(device)

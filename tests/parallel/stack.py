@@ -1,0 +1,85 @@
+"""User code of the strategy tests: token data of any length, GPTs in double precision, a net with batch norm."""
+
+import os
+
+import torch
+from torch import nn
+
+from mgpu.train import Supervised
+from mgpu.zoo import GPT
+
+
+class Tokens:
+    """Sample i: `context` tokens drawn from seed i, and the same shifted by one, of which i % 3 do not count."""
+
+    def __init__(self, n=22, context=8, trace=None):
+        self.n, self.context, self.trace = n, context, trace
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        if self.trace:
+            with open(f"{self.trace}-{os.environ['RANK']}.txt", "a", encoding="utf-8") as stream:
+                stream.write(f"{index}\n")
+        tokens = torch.randint(0, 32, (self.context + 1,), generator=torch.Generator().manual_seed(index))
+        targets = tokens[1:].clone()
+        targets[: index % 3] = -100
+        return tokens[:-1], targets
+
+
+class NextToken(Supervised):
+    def __init__(self):
+        super().__init__(nn.CrossEntropyLoss(), unit="token")
+
+
+def gpt(double=False, frozen=(), layers=4, tie=True, heads=4, width=16, context=8, dropout=0.0):
+    """A GPT; parameters whose names begin with one of `frozen` do not train."""
+    model = GPT(
+        layers=layers, width=width, context=context, heads=heads, vocabulary=32, tie=tie, dropout=dropout
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
+    return model.double() if double else model
+
+
+class Points:
+    def __init__(self, n=22):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        x = torch.randn(6, generator=torch.Generator().manual_seed(index)).double()
+        return x, x.sum().reshape(1)
+
+
+class Block(nn.Module):
+    def __init__(self, width, norm):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class Normed(nn.Module):
+    """Batch norm in every block; `unused` parameters get no gradient."""
+
+    def __init__(self, unused=False, norm=True, blocks=4):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(6, norm) for _ in range(blocks)))
+        self.head = nn.Linear(6, 1)
+        if unused:
+            self.spare = nn.Linear(6, 6)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+class Square(Supervised):
+    def __init__(self):
+        super().__init__(nn.MSELoss())

@@ -40,7 +40,7 @@ def read_extra(found: Found, prefix: str) -> dict[str, Tensor]:
 
 def restore_model(reader: Reader, state: TrainingState) -> None:
     """Load parameters and buffers; dtype, shape and ties must be the same."""
-    tensors, tied, others = model_tensors(state.model)
+    tensors, tied, others = model_tensors(state.model, state.aliases)
     stored = reader.kinds("model")
     if not state.is_whole:
         stored = {path: kind for path, kind in stored.items() if path[0] in tensors}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,17 +48,23 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+def model_tensors(
+    model: nn.Module, aliases: Mapping[str, str] = MappingProxyType({})
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """Parameters and persistent buffers by plain name; second names of tied ones; other values of the state dict.
 
-    Raises CheckpointError for values that JSON cannot hold: only `get_extra_state` of a module can bring them.
+    `aliases` are second names in the whole model, name to first name, where `model` is only a part of it: a part that
+    holds a tied weight under its second name has it under its first. Raises CheckpointError for values that JSON cannot
+    hold: only `get_extra_state` of a module can bring them.
     """
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     others: dict[str, Any] = {}
     first: dict[int, str] = {}
+    tied.update(aliases)
     for key, value in model.state_dict(keep_vars=True).items():
         name = plain_name(model, key)
+        name = aliases.get(name, name)
         if isinstance(value, Tensor):
             tensors[name] = value.detach()
             if (other := first.setdefault(id(value), name)) != name:
@@ -67,9 +74,10 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], 
     return tensors, tied, others
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Plain name of every parameter, by `id`; a tied one has its first."""
-    return {id(parameter): plain_name(model, name) for name, parameter in model.named_parameters()}
+def parameter_names(model: nn.Module, aliases: Mapping[str, str]) -> dict[int, str]:
+    """Plain name of every parameter, by `id`; a tied one has its first (see `model_tensors`)."""
+    names = {id(parameter): plain_name(model, name) for name, parameter in model.named_parameters()}
+    return {key: aliases.get(name, name) for key, name in names.items()}
 
 
 def checked_plain(value: Any, what: str) -> Any:
@@ -89,14 +97,23 @@ def checked_plain(value: Any, what: str) -> Any:
 class TrainingState:
     """The model and optimizer of one rank, as something to save. Made before anything is restored into them."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_whole: bool = True) -> None:
-        """`is_whole` is False where the ranks hold different parts of the model (pipeline stages)."""
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        is_whole: bool = True,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`is_whole` is False where the ranks hold different parts of the model (pipeline stages), which then has `aliases`
+        for its tied weights, second name to first."""
         self.is_whole = is_whole
+        self.aliases = aliases
         self.model = model
         self.optimizer = optimizer
-        self.names = parameter_names(model)
+        self.names = parameter_names(model, aliases)
         self.as_built = [_hyperparameters(group) for group in optimizer.param_groups]
-        model_tensors(model)
+        model_tensors(model, aliases)
 
     def group_names(self) -> list[list[str]]:
         """Names of the parameters of each group of the optimizer."""
@@ -113,7 +130,7 @@ class TrainingState:
 
     def gather(self, extra: Mapping[str, Tensor] | None = None) -> State:
         """What there is to save now; `extra` are further tensors by name."""
-        tensors, tied, others = model_tensors(self.model)
+        tensors, tied, others = model_tensors(self.model, self.aliases)
         trained = set(self.names.values())
         paths: dict[Path, Tensor] = {("model", name): value for name, value in tensors.items() if name not in tied}
         buffers = frozenset(path for path in paths if path[1] not in trained)

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -78,16 +79,22 @@ def find_weights(reference: str, runs_dir: Path) -> Found | Path:
     return CheckpointFolder(RunStore(runs_dir).find(reference).checkpoints).find()
 
 
-def load_weights(source: Found | Path, model: nn.Module) -> None:
-    """Give `model` the weights of `source`; CheckpointError, with the names, where they do not fit exactly."""
+def load_weights(
+    source: Found | Path, model: nn.Module, aliases: Mapping[str, str] = MappingProxyType({}), *, is_whole: bool = True
+) -> None:
+    """Give `model` the weights of `source`; CheckpointError, with the names, where they do not fit exactly.
+
+    `aliases` and `is_whole` as in `TrainingState`: a part of a model takes its part of the weights.
+    """
     weights = read_weights(source) if isinstance(source, Found) else _read_safetensors(source)
     where = source.path if isinstance(source, Found) else source
-    own, tied, _ = model_tensors(model)
+    own, tied, _ = model_tensors(model, aliases)
     for name, other in tied.items():
         if name not in weights and other in weights:
             weights[name] = weights[other]
     faults = [f"{name} is missing" for name in own if name not in weights]
-    faults += [f"{name} is not in the model" for name in weights if name not in own]
+    if is_whole:
+        faults += [f"{name} is not in the model" for name in weights if name not in own]
     for name, target in own.items():
         value = weights.get(name)
         if value is not None and (value.shape != target.shape or value.dtype != target.dtype):
@@ -95,7 +102,7 @@ def load_weights(source: Found | Path, model: nn.Module) -> None:
                 f"{name} is {value.dtype} {tuple(value.shape)}, and {target.dtype} {tuple(target.shape)} in the model"
             )
     for name, other in tied.items():
-        if not faults and not torch.equal(weights[name], weights[other]):
+        if not faults and name in weights and not torch.equal(weights[name], weights[other]):
             faults.append(f"{name} and {other} differ, and the model ties them")
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""

@@ -60,6 +60,11 @@ class Composed(Trainable):
     loss_parallel: bool = False
     holders: Mapping[str, int] | None = None
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        names = self.pipeline.first_names if self.pipeline is not None else {}
+        return {name: first for name, first in names.items() if name != first}
+
     def settle(self) -> None:
         if self.sharding is not None:
             self.sharding.settle()

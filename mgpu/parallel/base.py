@@ -127,6 +127,11 @@ class Trainable:
         return dict(self.model.named_parameters() if self.owned is None else self.owned)
 
     @property
+    def aliases(self) -> Mapping[str, str]:
+        """Second names of tied parameters, name to first name, where a rank may hold one without the other."""
+        return {}
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of this rank that train."""
         return [parameter for parameter in self.named_parameters.values() if parameter.requires_grad]

@@ -79,7 +79,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
     trainable = _lay_out(spec, strategy, context, trace)
     optimizer = _optimizer(spec.optimizer, trainable)
-    state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None)
+    state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None, aliases=trainable.aliases)
     mine = f"rank-{seat.rank}."
     _begin(start, state, strategy, trainable, mine, seat)
     parameters = count_parameters(trainable)
@@ -149,7 +149,7 @@ def _lay_out(spec: RunSpec, strategy: Strategy, context: Context, trace: Trace |
 def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Trainable, mine: str, seat: Seat) -> None:
     """Load what the training starts from; what differs from the spec in force is told. `mine`: names of this rank's extras."""
     if start.weights is not None:
-        load_weights(start.weights, state.model)
+        load_weights(start.weights, state.model, state.aliases, is_whole=state.is_whole)
     if start.checkpoint is None:
         return
     notes = restore(start.checkpoint, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -10,17 +11,18 @@ import socket
 import subprocess
 import sys
 from types import FrameType
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import EXIT_SIGNAL_BASE
 from mgpu.files import LineTail
 from mgpu.launch import stopping
 from mgpu.launch.output import LogTail, TextTail
-from mgpu.launch.report import attempt_lines
-from mgpu.loggers.console import ConsoleLogger
 from mgpu.runs import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mgpu.loggers.console import ConsoleLogger
 
 POLL_SECONDS = 0.05
 _TRACEBACK = "Traceback (most recent call last):"
@@ -37,8 +39,6 @@ class Front:
         self.attempt = attempt
         self.detach = detach
         self.say_id = say_id
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.display = ConsoleLogger(self.console)
         self.metrics = LineTail(run.metrics_path)
         self.events = LineTail(run.events_path)
         self.is_script = run.plan().get("size") is None
@@ -48,6 +48,19 @@ class Front:
         self._heard: list[int] = []
         self._is_started = self._is_refusable = False
         self._said = 0
+
+    @functools.cached_property
+    def console(self) -> Console:
+        """Where people read. Made when first needed: the node is started before Rich is imported."""
+        from rich.console import Console
+
+        return Console(stderr=True, highlight=False, soft_wrap=True)
+
+    @functools.cached_property
+    def display(self) -> ConsoleLogger:
+        from mgpu.loggers.console import ConsoleLogger
+
+        return ConsoleLogger(self.console)
 
     def listen(self) -> None:
         """Take signals from now on: before the node is there they are kept for it."""
@@ -137,6 +150,10 @@ class Front:
         try:
             show()
         except OSError:
+            from rich.console import Console
+
+            from mgpu.loggers.console import ConsoleLogger
+
             self.console = Console(file=open(os.devnull, "w", encoding="utf-8"), quiet=True)  # noqa: SIM115
             self.display = ConsoleLogger(self.console)
             self.output.mute()
@@ -164,6 +181,8 @@ class Front:
         elif kind == "stop_asked":
             self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping; once more to end at once")
         elif kind == "restarting":
+            from mgpu.launch.report import attempt_lines
+
             self.output.show(self.display, at_end=True)
             self.output.finish_line()
             for line in attempt_lines(self.run, self.attempt):

@@ -14,7 +14,6 @@ from mgpu.errors import PlanError, Problem, Refusal, SpecError
 from mgpu.files import write_atomic, write_json
 from mgpu.plan import Plan, listen, make_plan
 from mgpu.runs import Run, RunStore, State
-from mgpu.runs.provenance import write_provenance
 from mgpu.spec import LoadedSpec, load_spec
 from mgpu.topology import Topology
 
@@ -95,8 +94,6 @@ def _follow(
     """Start the node at once, and prepare the rest while it imports torch."""
     from mgpu.launch.front import Front, refusals
     from mgpu.launch.reaping import reap_leftovers
-    from mgpu.launch.report import as_json as json_report
-    from mgpu.launch.report import print_report
 
     front = Front(run, attempt, detach=detach, say_id=not as_json)
     front.listen()
@@ -104,6 +101,8 @@ def _follow(
     front.start(listener)
     try:
         if source is not None:
+            from mgpu.runs.provenance import write_provenance
+
             write_provenance(run, sys.argv, source)
         front.console.print(
             f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False
@@ -119,6 +118,9 @@ def _follow(
         if attempt == 1:
             shutil.rmtree(run.path)
         raise SpecError(loaded.problem(tuple(f["key"]), f["message"], f["hint"]) for f in faults)
+    from mgpu.launch.report import as_json as json_report
+    from mgpu.launch.report import print_report
+
     if as_json:
         print(json.dumps(json_report(run, code), indent=2))
     if detach and code == 0:

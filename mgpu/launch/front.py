@@ -6,11 +6,9 @@ import contextlib
 import functools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import EXIT_SIGNAL_BASE
@@ -34,7 +32,9 @@ class Front:
     With `detach` the node lives on without it. `say_id` prints the run's id on stdout once nothing can be refused.
     """
 
-    def __init__(self, run: Run, attempt: int, *, detach: bool = False, say_id: bool = True) -> None:
+    def __init__(
+        self, run: Run, attempt: int, relay: stopping.SignalRelay, *, detach: bool = False, say_id: bool = True
+    ) -> None:
         self.run = run
         self.attempt = attempt
         self.detach = detach
@@ -45,7 +45,7 @@ class Front:
         self.output = _Output(run, attempt, self.is_script)
         self.node: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
-        self._heard: list[int] = []
+        self._relay = relay
         self._is_started = self._is_refusable = False
         self._said = 0
 
@@ -61,12 +61,6 @@ class Front:
         from mgpu.loggers.console import ConsoleLogger
 
         return ConsoleLogger(self.console)
-
-    def listen(self) -> None:
-        """Take signals from now on: before the node is there they are kept for it."""
-        for signum in stopping.HEARD:
-            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, self._pass_on)
 
     def start(self, listener: socket.socket) -> None:
         """Start the node, which starts its spawner; it runs while the rest is prepared."""
@@ -99,8 +93,7 @@ class Front:
         listener.close()
         if read is not None:
             os.close(read)
-        for signum in self._heard:
-            self._pass_on(signum, None)
+        self._relay.connect(self._pass_on)
 
     def watch(self, resume_step: int) -> int:
         """Show the run until it ends, or with `detach` until it has begun; its exit code."""
@@ -128,19 +121,12 @@ class Front:
             self.node.terminate()
             self.node.wait()
 
-    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        if self.node is None:
-            self._heard.append(signum)
-        elif self._lifeline is None:
-            self.node.send_signal(signum)
-        else:
-            with contextlib.suppress(OSError):  # the node has just ended
+    def _pass_on(self, signum: int) -> None:
+        with contextlib.suppress(OSError):  # the node may have just ended
+            if self._lifeline is not None:
                 os.write(self._lifeline, bytes([signum]))
-
-    @property
-    def heard(self) -> int | None:
-        """A signal that came before the node was there."""
-        return self._heard[0] if self._heard else None
+            elif self.node is not None:
+                self.node.send_signal(signum)
 
     def _show(self, *, at_end: bool = False) -> None:
         self._quietly(lambda: self._show_all(at_end))

@@ -83,6 +83,7 @@ def main() -> None:
             done = subprocess.run(
                 [sys.executable, "-m", "mgpu", "train", "job.yaml"],
                 cwd=folder,
+                env=environment,
                 capture_output=True,
                 text=True,
                 check=False,

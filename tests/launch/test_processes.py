@@ -110,6 +110,7 @@ def test_a_stuck_process_tells_where_it_is_as_often_as_it_is_asked():
         halted = collect(board.all(), seconds=0.2)[0]
         assert (halted.state, halted.main) == ("T", ())
         assert "SIGSTOP" in halted.whole_text()
+        assert collect(board.all(), wake=True)[0].main[-1].function == "stuck_here"
     finally:
         process.kill()
         process.communicate()

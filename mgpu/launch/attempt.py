@@ -234,8 +234,9 @@ class Attempt:
         if not halted:
             return {}
         for rank, stack in found.items():
-            send(stack.pid, signal.SIGCONT if rank in halted else signal.SIGSTOP)
-        answers = stacks.collect(halted, seconds=1.0)
+            if rank not in halted:
+                send(stack.pid, signal.SIGSTOP)
+        answers = stacks.collect(halted, seconds=1.0, wake=True)
         return {
             rank: Stack(stack.pid, "T", found[rank].text or stack.text, found[rank].main or stack.main, stack.loaders)
             for rank, stack in answers.items()

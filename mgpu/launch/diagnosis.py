@@ -139,23 +139,29 @@ class _Judge:
                 step = f"step {beat.step}" if beat.step else beat.phase.words
                 where = f"wait in a collective, {stack.waits_in}" if stack.in_collective else stack.place or "no stack"
                 places.setdefault(f"{step}: {where}", []).append(rank)
-        return [f"rank {', '.join(map(str, ranks))}: {where}" for where, ranks in places.items()]
+        return [f"rank {_listed(ranks)}: {where}" for where, ranks in places.items()]
 
     def _of_record(self, record: dict[str, Any], kind: str = "error") -> Cause:
-        rank = record["rank"]
-        what = f"{record['type']}: {record['message']}" if record["type"] != "SystemExit" else ""
-        what = what or f"exited with code {record['exit_code']}"
-        killed = ""
+        rank, code = record["rank"], record["exit_code"]
+        what = f"{record['type']}: {record['message']}"
+        if record["type"] == "SystemExit":
+            kind = "exit"
+            told = "" if record["message"] == str(code) else f": {record['message']}"
+            what = f"exited with code {code}{told}"
+        details = []
         if record["loader"]:
             what = f"in its data loader: {what}"
-            killed = memory.explanation(0, self.evidence.memory_before, 0)
-        cause = self._cause(kind, rank, record["exit_code"], what, place=record["place"], step=record["step"])
-        others = tuple(sorted(other for other in self.by_rank if other != rank))
+            details.append(memory.explanation(0, self.evidence.memory_before, 0))
+        others = [other for other in self.records if other is not record]
+        alike = [other["rank"] for other in others if not other["echo"] and _text(other) == _text(record)]
+        if alike:
+            details.append(f"the same on rank {_listed(alike)}")
+        details += [f"rank {o['rank']}, later: {_text(o)}" for o in others if not o["echo"] and o["rank"] not in alike]
+        cause = self._cause(kind, rank, code, what, place=record["place"], step=record["step"])
         return dataclasses.replace(
             cause,
-            kind="exit" if record["type"] == "SystemExit" else kind,
-            victims=others,
-            details=(killed,) if killed else (),
+            victims=tuple(sorted(other["rank"] for other in others if other["echo"])),
+            details=tuple(filter(None, details)),
             deterministic=record["deterministic"],
         )
 
@@ -183,7 +189,14 @@ class _Judge:
         others = sorted(set(then) - {rank})
         when = f" in step {step} (last finished: {step - 1})" if step else ""
         cause = self._cause("left early", rank, EXIT_FAILED, f"left early with code 0{when}", step=step)
-        details = tuple(f"rank {other} was in step {then[other].step}" for other in others if then[other].step)
+        by_step: dict[int, list[int]] = {}
+        for other in others:
+            by_step.setdefault(then[other].step, []).append(other)
+        details = tuple(
+            f"rank {_listed(ranks)} {'was' if len(ranks) == 1 else 'were'} in step {at}"
+            for at, ranks in sorted(by_step.items())
+            if at
+        )
         victims = tuple(other for other in others if self.evidence.beats[other].ended is Ended.NO)
         return dataclasses.replace(cause, victims=victims, details=details)
 
@@ -244,3 +257,11 @@ def _records(run: Run, attempt: int) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
     return sorted(found, key=lambda record: record["monotonic_ns"])
+
+
+def _text(record: dict[str, Any]) -> str:
+    return f"{record['type']}: {record['message']}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

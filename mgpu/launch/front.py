@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-from types import FrameType
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import EXIT_SIGNAL_BASE
 from mgpu.files import LineTail
 from mgpu.launch import stopping
 from mgpu.launch.output import LogTail, TextTail
-from mgpu.launch.report import attempt_lines
-from mgpu.loggers.console import ConsoleLogger
 from mgpu.runs import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mgpu.loggers.console import ConsoleLogger
 
 POLL_SECONDS = 0.05
 _TRACEBACK = "Traceback (most recent call last):"
@@ -32,28 +32,35 @@ class Front:
     With `detach` the node lives on without it. `say_id` prints the run's id on stdout once nothing can be refused.
     """
 
-    def __init__(self, run: Run, attempt: int, *, detach: bool = False, say_id: bool = True) -> None:
+    def __init__(
+        self, run: Run, attempt: int, relay: stopping.SignalRelay, *, detach: bool = False, say_id: bool = True
+    ) -> None:
         self.run = run
         self.attempt = attempt
         self.detach = detach
         self.say_id = say_id
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.display = ConsoleLogger(self.console)
         self.metrics = LineTail(run.metrics_path)
         self.events = LineTail(run.events_path)
         self.is_script = run.plan().get("size") is None
         self.output = _Output(run, attempt, self.is_script)
         self.node: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
-        self._heard: list[int] = []
+        self._relay = relay
         self._is_started = self._is_refusable = False
         self._said = 0
 
-    def listen(self) -> None:
-        """Take signals from now on: before the node is there they are kept for it."""
-        for signum in stopping.HEARD:
-            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, self._pass_on)
+    @functools.cached_property
+    def console(self) -> Console:
+        """Where people read. Made when first needed: the node is started before Rich is imported."""
+        from rich.console import Console
+
+        return Console(stderr=True, highlight=False, soft_wrap=True)
+
+    @functools.cached_property
+    def display(self) -> ConsoleLogger:
+        from mgpu.loggers.console import ConsoleLogger
+
+        return ConsoleLogger(self.console)
 
     def start(self, listener: socket.socket) -> None:
         """Start the node, which starts its spawner; it runs while the rest is prepared."""
@@ -86,8 +93,7 @@ class Front:
         listener.close()
         if read is not None:
             os.close(read)
-        for signum in self._heard:
-            self._pass_on(signum, None)
+        self._relay.connect(self._pass_on)
 
     def watch(self, resume_step: int) -> int:
         """Show the run until it ends, or with `detach` until it has begun; its exit code."""
@@ -115,19 +121,12 @@ class Front:
             self.node.terminate()
             self.node.wait()
 
-    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        if self.node is None:
-            self._heard.append(signum)
-        elif self._lifeline is None:
-            self.node.send_signal(signum)
-        else:
-            with contextlib.suppress(OSError):  # the node has just ended
+    def _pass_on(self, signum: int) -> None:
+        with contextlib.suppress(OSError):  # the node may have just ended
+            if self._lifeline is not None:
                 os.write(self._lifeline, bytes([signum]))
-
-    @property
-    def heard(self) -> int | None:
-        """A signal that came before the node was there."""
-        return self._heard[0] if self._heard else None
+            elif self.node is not None:
+                self.node.send_signal(signum)
 
     def _show(self, *, at_end: bool = False) -> None:
         self._quietly(lambda: self._show_all(at_end))
@@ -137,6 +136,10 @@ class Front:
         try:
             show()
         except OSError:
+            from rich.console import Console
+
+            from mgpu.loggers.console import ConsoleLogger
+
             self.console = Console(file=open(os.devnull, "w", encoding="utf-8"), quiet=True)  # noqa: SIM115
             self.display = ConsoleLogger(self.console)
             self.output.mute()
@@ -164,6 +167,8 @@ class Front:
         elif kind == "stop_asked":
             self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping; once more to end at once")
         elif kind == "restarting":
+            from mgpu.launch.report import attempt_lines
+
             self.output.show(self.display, at_end=True)
             self.output.finish_line()
             for line in attempt_lines(self.run, self.attempt):

@@ -40,4 +40,7 @@ def main(path: str, attempt: int, listener: int, lifeline: int | None = None) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None))
+    code = main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is ended and written; taking the interpreter apart would only keep the front waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -57,17 +58,19 @@ class Stack:
         return "\n\n".join(parts) + "\n"
 
 
-def collect(beats: Mapping[int, Beat], seconds: float = 2.0) -> dict[int, Stack]:
+def collect(beats: Mapping[int, Beat], seconds: float = 2.0, *, wake: bool = False) -> dict[int, Stack]:
     """The stacks of live ranks, by rank. No harm is done: a rank that does not answer in time has an empty text.
+
+    With `wake`, a rank that is stopped is continued to answer: it does so before it runs another instruction.
 
     Loader processes that were forked from a rank write into the same descriptor, so they are asked after it.
     """
     beats = {rank: beat for rank, beat in beats.items() if beat.pid}
-    texts = _ask({rank: (beat.pid, beat) for rank, beat in beats.items()}, seconds)
+    texts = _ask({rank: (beat.pid, beat) for rank, beat in beats.items()}, seconds, wake)
     loaders: dict[int, list[Stack]] = {rank: [] for rank in beats}
     for rank, beat in beats.items():
         for child in children_of(beat.pid):
-            text = _ask({rank: (child, beat)}, min(seconds, 0.5))[rank]
+            text = _ask({rank: (child, beat)}, min(seconds, 0.5), wake)[rank]
             loaders[rank].append(Stack(child, state_of(child), text, _main_thread(text)))
     return {
         rank: Stack(beat.pid, state_of(beat.pid), texts[rank], _main_thread(texts[rank]), tuple(loaders[rank]))
@@ -90,7 +93,7 @@ def with_py_spy(pid: int) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _ask(asked: Mapping[int, tuple[int, Beat]], seconds: float) -> dict[int, str]:
+def _ask(asked: Mapping[int, tuple[int, Beat]], seconds: float, wake: bool) -> dict[int, str]:
     """Signal all, then wait until each has written and fallen quiet."""
     texts = dict.fromkeys(asked, "")
     ends: dict[int, tuple[str, int]] = {}
@@ -98,9 +101,11 @@ def _ask(asked: Mapping[int, tuple[int, Beat]], seconds: float) -> dict[int, str
         path = f"/proc/{pid}/fd/{beat.stacks}"
         try:
             before = os.stat(path).st_size
-            if state_of(pid) in ("T", "t") or not catches(pid, STACKS_SIGNAL):
+            if not catches(pid, STACKS_SIGNAL) or (state_of(pid) in ("T", "t") and not wake):
                 continue
             os.kill(pid, STACKS_SIGNAL)
+            if wake:
+                os.kill(pid, signal.SIGCONT)
         except OSError:
             continue
         ends[rank] = path, before

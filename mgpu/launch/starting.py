@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mgpu.errors import PlanError, Problem, Refusal, SpecError
 from mgpu.files import write_atomic, write_json
+from mgpu.launch.stopping import SignalRelay
 from mgpu.plan import Plan, listen, make_plan
 from mgpu.runs import Run, RunStore, State
-from mgpu.runs.provenance import write_provenance
 from mgpu.spec import LoadedSpec, load_spec
 from mgpu.topology import Topology
 
@@ -56,17 +56,19 @@ def show_plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
 
 def train(path: Path, overrides: Sequence[str], runs_dir: Path, *, detach: bool = False, as_json: bool = False) -> int:
     """Start a new run and follow it to its end; returns the exit code."""
+    relay = _listening()
     loaded = load_spec(path, overrides)
     plan = lay_out(loaded)
     listener = _hold_port(loaded, plan)
     run = RunStore(runs_dir).create(loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path))
-    return _follow(run, 1, loaded, plan, listener, detach, as_json, source=str(path))
+    return _follow(run, 1, loaded, plan, listener, relay, detach, as_json, source=str(path))
 
 
 def resume(
     reference: str, overrides: Sequence[str], runs_dir: Path, *, detach: bool = False, as_json: bool = False
 ) -> int:
     """Start a new attempt of a run; returns its exit code."""
+    relay = _listening()
     run = RunStore(runs_dir).find(reference)
     state = run.state
     if state is State.RUNNING:
@@ -79,7 +81,14 @@ def resume(
     write_atomic(run.spec_path, loaded.dump())
     write_json(run.plan_path, plan.to_json())
     run.record("resumed", command=sys.argv, overrides=list(overrides))
-    return _follow(run, run.attempts + 1, loaded, plan, listener, detach, as_json)
+    return _follow(run, run.attempts + 1, loaded, plan, listener, relay, detach, as_json)
+
+
+def _listening() -> SignalRelay:
+    """From the first moment on: USR1 would otherwise kill this process while it still reads the spec."""
+    relay = SignalRelay()
+    relay.listen()
+    return relay
 
 
 def _follow(
@@ -88,6 +97,7 @@ def _follow(
     loaded: LoadedSpec,
     plan: Plan,
     listener: socket.socket,
+    relay: SignalRelay,
     detach: bool,
     as_json: bool,
     source: str | None = None,
@@ -95,15 +105,14 @@ def _follow(
     """Start the node at once, and prepare the rest while it imports torch."""
     from mgpu.launch.front import Front, refusals
     from mgpu.launch.reaping import reap_leftovers
-    from mgpu.launch.report import as_json as json_report
-    from mgpu.launch.report import print_report
 
-    front = Front(run, attempt, detach=detach, say_id=not as_json)
-    front.listen()
+    front = Front(run, attempt, relay, detach=detach, say_id=not as_json)
     reaped = reap_leftovers(run)
     front.start(listener)
     try:
         if source is not None:
+            from mgpu.runs.provenance import write_provenance
+
             write_provenance(run, sys.argv, source)
         front.console.print(
             f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False
@@ -119,6 +128,9 @@ def _follow(
         if attempt == 1:
             shutil.rmtree(run.path)
         raise SpecError(loaded.problem(tuple(f["key"]), f["message"], f["hint"]) for f in faults)
+    from mgpu.launch.report import as_json as json_report
+    from mgpu.launch.report import print_report
+
     if as_json:
         print(json.dumps(json_report(run, code), indent=2))
     if detach and code == 0:

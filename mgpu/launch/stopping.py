@@ -1,4 +1,4 @@
-"""What the node was asked by signals, and whether the front that started it still lives."""
+"""Signals that ask a run to stop: the front hands them on, the node makes a request of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -18,6 +19,30 @@ def block() -> None:
 
 def unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+
+
+def _install(handler: Callable[[int, FrameType | None], None]) -> None:
+    for signum in HEARD:
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
+class SignalRelay:
+    """The front's side: hears signals from its first moment on, and hands them to the node once there is one."""
+
+    def __init__(self) -> None:
+        self._kept: list[int] = []
+        self._hand_on: Callable[[int], None] = self._kept.append
+
+    def listen(self) -> None:
+        """Install the handlers. A HUP that was ignored before (nohup) stays ignored."""
+        _install(lambda signum, frame: self._hand_on(signum))
+
+    def connect(self, hand_on: Callable[[int], None]) -> None:
+        """Hand on what was heard so far, and all that comes."""
+        self._hand_on = hand_on
+        while self._kept:
+            hand_on(self._kept.pop(0))
 
 
 class StopRequest:
@@ -37,9 +62,7 @@ class StopRequest:
 
     def listen(self) -> None:
         """Install the handlers. A HUP that was ignored before (nohup) stays ignored."""
-        for signum in HEARD:
-            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
-                signal.signal(signum, self._hear)
+        _install(self._hear)
         unblock()
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:

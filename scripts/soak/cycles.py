@@ -28,8 +28,7 @@ dist.destroy_process_group()
 def snapshot() -> dict[str, set[str]]:
     """What there is now, of each kind that could leak."""
     found = {"file": set[str](), "ipc": set[str]()}
-    for folder in ("/dev/shm", tempfile.gettempdir()):
-        found["file"] |= {str(path) for path in Path(folder).iterdir()}
+    found["file"] |= {str(path) for path in Path("/dev/shm").iterdir()}
     for kind in ("shm", "sem", "msg"):
         lines = Path(f"/proc/sysvipc/{kind}").read_text().splitlines()[1:]
         found["ipc"] |= {f"{kind} {line.split()[1]}" for line in lines}
@@ -75,11 +74,16 @@ def main() -> None:
         folder = Path(name)
         (folder / "job.py").write_text(SCRIPT)
         (folder / "job.yaml").write_text(f"script: {{path: job.py}}\ndevices: cpu:{arguments.ranks}\n")
+        # A folder for temporary files of its own: on a shared machine others come and go in the common one.
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        environment = {**os.environ, "TMPDIR": str(temporary)}
         before, began, store = snapshot(), time.monotonic(), RunStore(folder / "runs")
         for cycle in range(1, arguments.cycles + 1):
             done = subprocess.run(
                 [sys.executable, "-m", "mgpu", "train", "job.yaml"],
                 cwd=folder,
+                env=environment,
                 capture_output=True,
                 text=True,
                 check=False,
@@ -87,7 +91,7 @@ def main() -> None:
             if done.returncode != 0:
                 sys.exit(f"cycle {cycle} ended with {done.returncode}:\n{done.stderr}")
             if cycle % 50 == 0 or cycle == arguments.cycles:
-                left = left_behind(before, store)
+                left = left_behind(before, store) + [f"file {path}" for path in temporary.iterdir()]
                 print(f"{cycle} cycles, {time.monotonic() - began:.0f} s, left behind: {left or 'nothing'}", flush=True)
                 if left:
                     sys.exit(1)

@@ -73,6 +73,6 @@ def test_every_module_outside_the_worker_imports_without_torch(tmp_path):
 
 
 def test_every_command_shows_an_example(tmp_path):
-    for command in ("train", "resume", "ls", "show", "logs", "schema"):
+    for command in ("train", "resume", "ls", "show", "logs", "stop", "rm", "stacks", "schema"):
         out = run(f"sys.argv = ['mgpu', '{command}', '--help']\nfrom mgpu.cli.app import main\nmain()\n", tmp_path)
         assert f"mgpu {command}" in out.split("Example:")[1]

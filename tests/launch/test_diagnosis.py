@@ -140,3 +140,21 @@ def test_a_crash_is_placed_by_what_faulthandler_wrote(run):
     )
     cause = judge(run, evidence([(-signal.SIGSEGV, 1)]), {})
     assert (cause.place, cause.exit_code, cause.details) == ("/u/ops.py:7 in kernel", 139, ("| step 3",))
+
+
+def test_the_same_error_on_several_ranks_has_no_victims(run):
+    recorded(run, 0, 100)
+    recorded(run, 1, 101)
+    recorded(run, 2, 102, kind="TypeError")
+    recorded(run, 3, 103, echo=True)
+    cause = judge(run, evidence([(1, 200)] * 4, script=True), {})
+    assert (cause.rank, cause.victims) == (0, (3,))
+    assert cause.details == ("the same on rank 1", "rank 2, later: TypeError: bad")
+
+
+def test_the_text_of_an_exit_is_told(run):
+    recorded(run, 0, 100, kind="SystemExit", message="no data in /data")
+    assert judge(run, evidence([(1, 200)], script=True), {}).what == "exited with code 1: no data in /data"
+    recorded(run, 0, 100, kind="SystemExit", message="75", code=75)
+    cause = judge(run, evidence([(75, 200)], script=True), {})
+    assert (cause.what, cause.exit_code, cause.kind) == ("exited with code 75", 75, "exit")

@@ -14,35 +14,36 @@ from mgpu.runs import Run
 from mgpu.runs.heartbeat import Board
 from mgpu.runs.requests import STACKS_SIGNAL, catches
 
-FAMILY = "sh -c 'sleep 1000 & setsid sleep 1000 & echo up; wait'"
+FAMILY = "sleep 1000 & setsid sh -c 'echo up; exec sleep 1000' & wait"
 
 
 @pytest.fixture
 def family():
-    """A shell with two sleeping children, one of them in a session of its own."""
+    """A shell with two sleeping children, the second in a session of its own."""
     process = subprocess.Popen(["sh", "-c", FAMILY], stdout=subprocess.PIPE, start_new_session=True, text=True)
     assert process.stdout.readline() == "up\n"
+    members = [process.pid, *descendants_of(process.pid)]
     yield process
-    end_all([*descendants_of(process.pid), process.pid], 5)
+    end_all(members, 5)
     process.communicate()
 
 
 def test_descendants_are_found_whatever_session_they_are_in(family):
-    found = descendants_of(os.getpid())
+    members = descendants_of(family.pid)
     assert family.pid in children_of(os.getpid())
-    assert {family.pid, *descendants_of(family.pid)} <= set(found)
+    assert {family.pid, *members} <= set(descendants_of(os.getpid()))
+    assert sorted(os.getpgid(pid) == family.pid for pid in members) == [False, True]
     end_tree(family.pid)
-    assert [pid for pid in descendants_of(family.pid) if is_alive(pid)] == []
+    assert not any(is_alive(pid) for pid in members)
 
 
 def test_a_group_ends_without_its_leader(family):
     members = [pid for pid in descendants_of(family.pid) if os.getpgid(pid) == family.pid]
-    assert members
+    assert len(members) == 1
     family.kill()
     family.wait()
-    end_groups([family.pid])
-    assert end_all(members, 5) == []
     end_groups([family.pid, 2**30])
+    assert not any(is_alive(pid) for pid in members) or end_all(members, 5) == []
 
 
 def test_states(family):
@@ -109,6 +110,7 @@ def test_a_stuck_process_tells_where_it_is_as_often_as_it_is_asked():
         halted = collect(board.all(), seconds=0.2)[0]
         assert (halted.state, halted.main) == ("T", ())
         assert "SIGSTOP" in halted.whole_text()
+        assert collect(board.all(), wake=True)[0].main[-1].function == "stuck_here"
     finally:
         process.kill()
         process.communicate()

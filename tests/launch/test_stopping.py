@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from mgpu.launch.stopping import HEARD, StopRequest
+from mgpu.launch.stopping import HEARD, SignalRelay, StopRequest
 
 
 @pytest.fixture
@@ -62,3 +62,20 @@ def test_a_front_that_is_gone_is_noticed(request_to_stop):
     os.close(write)
     assert not stop.look()
     assert stop.is_orphaned
+
+
+def test_what_the_front_heard_before_there_was_a_node_is_handed_on_in_order():
+    before = {signum: signal.getsignal(signum) for signum in HEARD}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        relay, handed = SignalRelay(), []
+        relay.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGHUP)
+        relay.connect(handed.append)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handed == [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

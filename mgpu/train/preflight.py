@@ -3,17 +3,22 @@ data there. Runs in a process of its own, which ends before any rank begins."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from mgpu.errors import Refusal
+from mgpu.checkpoint.weights import find_weights
+from mgpu.errors import MgpuError
 from mgpu.spec import RunSpec, Target
 from mgpu.train.targets import TargetError, build, check
 
 Fault = dict[str, Any]
 
 
-def preflight(spec: RunSpec) -> list[Fault]:
-    """Every fault found: `key` in the spec, `message`, `hint`. Nothing is trained, no device is touched."""
+def preflight(spec: RunSpec, runs_dir: Path | None = None) -> list[Fault]:
+    """Every fault found: `key` in the spec, `message`, `hint`. Nothing is trained, no device is touched.
+
+    `runs_dir` is where `init_from` finds runs by their id; without it only paths are looked at.
+    """
     if spec.script is not None or spec.data is None:
         return []
     parts: list[tuple[Target | None, tuple[str | int, ...], int]] = [
@@ -33,6 +38,9 @@ def preflight(spec: RunSpec) -> list[Fault]:
     ]
     if faults:
         return faults
+    if spec.init_from is not None and (runs_dir is not None or Path(spec.init_from).exists()):
+        init_from = spec.init_from
+        faults += _attempt(lambda: find_weights(init_from, runs_dir or Path()), ("init_from",))
     for target, key in ((spec.data.train, ("data", "train")), (spec.data.eval, ("data", "eval"))):
         if target is not None:
             faults += _attempt(lambda t=target, k=key: _open(t, k), key)
@@ -52,7 +60,7 @@ def _open(target: Target, key: tuple[str | int, ...]) -> None:
 def _attempt(action: Any, key: tuple[str | int, ...]) -> list[Fault]:
     try:
         action()
-    except Refusal as refusal:
+    except MgpuError as refusal:
         return [{"key": list(getattr(refusal, "key", key)), "message": refusal.message, "hint": refusal.hint}]
     except Exception as error:  # user code may raise anything while it opens its data
         return [{"key": list(key), "message": f"{type(error).__name__}: {error}", "hint": ""}]

@@ -99,6 +99,11 @@ class Checkpointer:
             order = dataclasses.replace(order, data={} if layout.is_replicated else state.plain)
         self._submit(order)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight, as far as this rank has heard."""
+        return self._in_flight is not None
+
     def wait(self) -> Outcome | None:
         """How the newest save ended, once it has; None before the first."""
         return self._settle(None) if self._in_flight else self.last

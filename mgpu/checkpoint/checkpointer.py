@@ -45,7 +45,6 @@ class Checkpointer:
         self._saves = 0
         self._told_of_waiting = False
         self.last: Outcome | None = None
-        self.succeeded = 0
 
     def prepare(self, state: State, device: torch.device) -> None:
         """Agree on who writes what, and take the memory for it, so that the first save is as quick as any other."""
@@ -91,6 +90,7 @@ class Checkpointer:
             position=position,
             metrics=metrics,
             stall=time.monotonic() - began,
+            asked=time.monotonic(),
             waited=waited,
             error=error,
         )
@@ -173,7 +173,6 @@ class Checkpointer:
     def _ended(self, outcome: Outcome) -> None:
         self._in_flight = None
         self.last = outcome
-        self.succeeded += not outcome.error
 
     def _lose_writer(self) -> None:
         if self._writer is None:

@@ -1,5 +1,6 @@
 """Checkpoints through the real command: nothing is lost, whatever happens to ranks, files and disks."""
 
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import metrics_of, weights_of
 from safetensors.torch import load_file, save_file
+from test_start_up import run as run_without_torch
 
 from mgpu.checkpoint import CheckpointFolder, Manifest
 from mgpu.plan.plan import LATER_STRATEGIES
@@ -132,7 +134,7 @@ def test_the_table_of_strategies_is_complete():
     assert set(STRATEGIES) == set(plugin_names("mgpu.parallel")) - set(LATER_STRATEGIES)
 
 
-@pytest.mark.parametrize("before, after", [("single", "ddp"), ("ddp", "single")])
+@pytest.mark.parametrize("before, after", list(itertools.permutations(STRATEGIES, 2)))
 def test_a_run_goes_on_under_another_strategy(bench, before, after):
     """Must show 5."""
 
@@ -181,12 +183,12 @@ def test_the_learning_rate_of_the_spec_in_force_wins_and_is_told(bench):
 
 
 def test_a_run_starts_from_the_weights_of_another(bench):
-    """`init_from` a run, a checkpoint and an exported file: step 0, the same weights; what does not fit is refused."""
+    """`init_from` a run and an exported file: step 0, the same weights; what does not fit is refused."""
     source = bench.train(duration="3 steps")
     expected = {name: value for name, value in weights_of(source).items() if name.startswith("model.")}
     exported = bench.mgpu("export", source.id, "--output=weights.safetensors")
     assert exported.stdout == "weights.safetensors\n"
-    for init_from in (source.id, "weights.safetensors", f"runs/{source.id}/checkpoints/step-00000003"):
+    for init_from in (source.id, "weights.safetensors"):
         run = bench.train(init_from=init_from, optimizer__args__lr=1e-30, duration="1 steps")
         assert run.id != source.id
         assert [row["step"] for row in metrics_of(run)] == [1]
@@ -242,6 +244,16 @@ def test_checkpoints_are_listed_checked_and_exported(bench):
     expected = weights_of(run)
     assert {f"model.{name}" for name in exported} == {name for name in expected if name.startswith("model.")}
     assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in exported.items())
+
+
+def test_listing_and_checking_work_without_torch(bench):
+    run = bench.train(duration="2 steps")
+    code = "from mgpu.cli.app import main\nmain()\n"
+    out = run_without_torch(f"sys.argv = ['mgpu', 'checkpoints', '{run.id}', '--check']\n{code}", bench.folder)
+    assert out.startswith("step 2 ") and "verified" in out
+    for command in ("checkpoints", "export"):
+        out = run_without_torch(f"sys.argv = ['mgpu', '{command}', '--help']\n{code}", bench.folder)
+        assert f"mgpu {command} latest" in out.split("Example:")[1]
 
 
 @pytest.mark.parametrize(

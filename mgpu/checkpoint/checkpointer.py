@@ -45,7 +45,6 @@ class Checkpointer:
         self._saves = 0
         self._told_of_waiting = False
         self.last: Outcome | None = None
-        self.succeeded = 0
 
     def prepare(self, state: State, device: torch.device) -> None:
         """Agree on who writes what, and take the memory for it, so that the first save is as quick as any other."""
@@ -91,6 +90,7 @@ class Checkpointer:
             position=position,
             metrics=metrics,
             stall=time.monotonic() - began,
+            asked=time.monotonic(),
             waited=waited,
             error=error,
         )
@@ -98,6 +98,11 @@ class Checkpointer:
         if self.rank and layout is not None:
             order = dataclasses.replace(order, data={} if layout.is_replicated else state.plain)
         self._submit(order)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight, as far as this rank has heard."""
+        return self._in_flight is not None
 
     def wait(self) -> Outcome | None:
         """How the newest save ended, once it has; None before the first."""
@@ -168,7 +173,6 @@ class Checkpointer:
     def _ended(self, outcome: Outcome) -> None:
         self._in_flight = None
         self.last = outcome
-        self.succeeded += not outcome.error
 
     def _lose_writer(self) -> None:
         if self._writer is None:

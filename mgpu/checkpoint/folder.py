@@ -23,6 +23,7 @@ from mgpu.errors import CheckpointError, DamagedCheckpoint, Refusal
 from mgpu.files import sync_folder
 
 _NAME = re.compile(r"step-(\d{8,})")
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,19 @@ class CheckpointFolder:
 
     def newest(self) -> tuple[Found | None, list[str]]:
         """The newest good checkpoint, and what is to be told of those that were passed over for it."""
+        for _ in range(_TRIES):
+            try:
+                return self._newest()
+            except CheckpointError:  # retention was at work in between: look again
+                continue
+        raise CheckpointError(f"the checkpoints in {self.path} change faster than they can be read")
+
+    def _newest(self) -> tuple[Found | None, list[str]]:
         warnings = [f"{name} is incomplete: its writing was cut off; passed over" for name in self.incomplete()]
         for step in self.steps():
             path = self.path_of(step)
             try:
-                return Found.at(path), warnings
+                return self._verified(path), warnings
             except DamagedCheckpoint as damage:
                 warnings.append(f"{path.name} is damaged: {damage.message}; passed over")
         return None, warnings
@@ -94,9 +103,15 @@ class CheckpointFolder:
             known = ", ".join(map(str, self.steps())) or "none"
             raise Refusal(f"no checkpoint of step {step} in {self.path}", hint=f"there are: {known}")
         try:
-            return Found.at(self.path_of(step))
+            return self._verified(self.path_of(step))
         except DamagedCheckpoint as damage:
             raise DamagedCheckpoint(f"{self.path_of(step)}: {damage.message}") from damage
+
+    def _verified(self, path: Path) -> Found:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # what is wrong with the manifest is told below
+                stack.enter_context(self.reading(path))
+            return Found.at(path)
 
     def publish(self, partial: Path, step: int) -> Path:
         """Give a complete, synced folder its final name, durably. One of that step that is there already makes way:

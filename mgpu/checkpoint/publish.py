@@ -32,7 +32,7 @@ class Order:
     """One save, as the ranks ask their writers for it. `number` counts the saves of an attempt.
 
     `error` is why this rank has no snapshot to write. `stall` and `waited` are the seconds that training stood still for
-    the snapshot, and for the save before.
+    the snapshot, and for the save before; `asked` is the monotonic time of the order.
     """
 
     number: int
@@ -43,6 +43,7 @@ class Order:
     metrics: Mapping[str, float] = field(default_factory=dict)
     stall: float = 0.0
     waited: float = 0.0
+    asked: float = 0.0
     error: str = ""
 
 
@@ -53,7 +54,6 @@ class Outcome:
     step: int
     error: str = ""
     bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class Publisher:
 
     def publish(self, order: Order, layout: Layout, parts: Sequence[Part]) -> Outcome:
         """Parts → data.json, .metadata → manifest.json → rename → event → retention; on any error, nothing is left."""
-        started = time.monotonic()
         partial = self.folder.partial_of(order.step, order.token)
         try:
             manifest = self._complete(partial, order, layout, parts)
@@ -77,9 +76,15 @@ class Publisher:
             told = error.message if isinstance(error, CheckpointError) else explain(error, partial, layout.bytes)
             shutil.rmtree(partial, ignore_errors=True)
             return self.failed(order, told)
-        seconds = time.monotonic() - started
-        self._tell("saved", step=order.step, path=final.name, seconds=round(order.stall, 3), bytes=manifest.bytes,
-                   waited=round(order.waited, 3))  # fmt: skip
+        self._tell(
+            "saved",
+            step=order.step,
+            path=final.name,
+            bytes=manifest.bytes,
+            seconds=round(order.stall, 3),
+            waited=round(order.waited, 3),
+            written_after=round(time.monotonic() - order.asked, 3),
+        )
         try:
             removed = self.folder.prune(self.retention, order.step)
         except OSError as error:
@@ -87,7 +92,7 @@ class Publisher:
         else:
             if removed:
                 self._tell("checkpoints_removed", steps=removed)
-        return Outcome(order.step, bytes=manifest.bytes, seconds=seconds)
+        return Outcome(order.step, bytes=manifest.bytes)
 
     def failed(self, order: Order, error: str) -> Outcome:
         """Tell of a save that came to nothing."""

@@ -6,7 +6,7 @@ Tensors have three homes: `model` (parameters and persistent buffers), `optimize
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -178,8 +178,3 @@ def _is_plain(value: Any) -> bool:
 
 def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def element_bytes(tensors: Iterable[Tensor]) -> int:
-    """Size of the values of `tensors`, in bytes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

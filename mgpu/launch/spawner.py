@@ -192,7 +192,7 @@ def _preflight(path: str, write: int) -> None:
     os.dup2(2, 1)
     run = Run(Path(path))
     plan = Plan.from_json(json.loads(run.plan_path.read_text()))
-    faults = json.dumps(preflight(load_spec(run.spec_path).spec, plan)).encode()
+    faults = json.dumps(preflight(load_spec(run.spec_path).spec, plan, run.path.parent)).encode()
     with os.fdopen(write, "wb") as stream:
         stream.write(faults)
 

@@ -3,10 +3,12 @@ data there. Runs in a process of its own, which ends before any rank begins."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mgpu.checkpoint.weights import find_weights
 from mgpu.data.sampling import why_not_layout_free
 from mgpu.errors import DataError, MgpuError
 from mgpu.parallel._exact import why_not_exact
@@ -20,8 +22,11 @@ from mgpu.train.targets import TargetError, build, check
 Fault = dict[str, Any]
 
 
-def preflight(spec: RunSpec, plan: Plan) -> list[Fault]:
-    """Every fault found: `key` in the spec, `message`, `hint`. Nothing is trained, no device is touched."""
+def preflight(spec: RunSpec, plan: Plan, runs_dir: Path) -> list[Fault]:
+    """Every fault found: `key` in the spec, `message`, `hint`. Nothing is trained, no device is touched.
+
+    `runs_dir` is where `init_from` finds runs by their id.
+    """
     if spec.script is not None or spec.data is None:
         return []
     parts: list[tuple[Target | None, tuple[str | int, ...], int]] = [
@@ -46,6 +51,9 @@ def preflight(spec: RunSpec, plan: Plan) -> list[Fault]:
     if spec.data.eval is not None:
         target = spec.data.eval
         faults += _attempt(lambda: _open(target, ("data", "eval")), ("data", "eval"))
+    if spec.init_from is not None:
+        init_from = spec.init_from
+        faults += _attempt(lambda: find_weights(init_from, runs_dir), ("init_from",))
     return faults or _attempt(lambda: _check_model(spec, plan), ("model",))
 
 

@@ -6,12 +6,14 @@ Two ranks (the very function that `mgpu node` starts, forked from a process that
 that saves after every step. All ranks get SIGKILL at a random instant; then the run is resumed, and killed again, until
 it is complete; then the next run begins. For every kill: the resume starts no earlier than the newest checkpoint that was
 published before the kill. For every run: its last checkpoint has the same bits as that of a run nobody killed, each
-step is logged once with the same loss, and no process, partial folder or shared memory is left.
+step is logged once with the same loss, and no process or partial folder is left (memory goes with the processes: it has
+no name).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -36,6 +38,7 @@ from mgpu.topology import Topology
 from mgpu.train.rank import run_rank
 
 WORLD = 2
+PR_SET_CHILD_SUBREAPER = 36
 DEADLINE_SECONDS = 120
 USER_CODE = """
 import torch
@@ -73,6 +76,7 @@ class Bench:
 
     folder: Path
     port: int
+    store: int
     runs: int = 0
     kills: int = 0
     resumed_from: list[int] = field(default_factory=list)
@@ -151,6 +155,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    adopt_orphans()
     listener = listen(0)
     port = int(socket.socket(fileno=os.dup(listener.fileno())).getsockname()[1])
     store = mp.get_context("fork").Process(target=_store, args=(os.dup(listener.fileno()), port), daemon=True)
@@ -158,7 +163,7 @@ def main() -> None:
     listener.close()
     try:
         with tempfile.TemporaryDirectory(prefix="mgpu-kills-") as folder:
-            soak(Bench(Path(folder), port), options.kills, random.Random(options.seed))
+            soak(Bench(Path(folder), port, store.pid or 0), options.kills, random.Random(options.seed))
     finally:
         store.kill()
 
@@ -186,28 +191,31 @@ def soak(bench: Bench, kills: int, rng: random.Random) -> None:
             before = published(run)
         assert result(run) == expected, (run, result(run), expected)
         assert not list(run.checkpoints.glob(".*")), list(run.checkpoints.iterdir())
-    assert not left_behind(), left_behind()
+    wait_for(lambda: not left_behind(bench.store))
     print(
         f"{bench.kills} kills over {bench.runs - 1} runs of {seconds:.2f} s: every resume began at the newest published "
         f"checkpoint or later, every run ended with the bits of the one that was not killed"
     )
 
 
-def left_behind() -> list[str]:
-    """Processes other than this one and its store that still live in this process's session and hold snapshot memory."""
+def left_behind(store: int) -> list[str]:
+    """Living children of this process but the store; orphans of killed ranks are among them, as `adopt_orphans` was called."""
     found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+        if not entry.name.isdigit() or int(entry.name) == store:
             continue
         try:
-            status = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(status[3]) == os.getsid(0) and status[0] not in "ZX":
-                maps = (entry / "maps").read_text()
-                if "mgpu-snapshot" in maps:
-                    found.append(entry.name)
-        except (OSError, IndexError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
             continue
+        if int(parent) == os.getpid() and state not in "ZX":
+            found.append(entry.name)
     return found
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":

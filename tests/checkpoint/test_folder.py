@@ -105,3 +105,19 @@ def test_one_that_is_being_read_stays_until_the_next_time(folder):
     assert folder.prune(Retention(keep=1), newest=20) == [10]
     with pytest.raises(CheckpointError, match="was removed"), folder.reading(folder.path_of(10)):
         pass
+
+
+def test_a_reader_looks_again_when_retention_was_quicker(folder, monkeypatch):
+    """`mgpu export` of a run that trains on and keeps one checkpoint."""
+    put(folder, 10)
+    listed = CheckpointFolder.steps
+
+    def steps(self):
+        found = listed(self)
+        if found == [10]:  # between looking and reading, training saves and removes
+            put(folder, 20)
+            folder.remove(10)
+        return found
+
+    monkeypatch.setattr(CheckpointFolder, "steps", steps)
+    assert folder.find().step == 20

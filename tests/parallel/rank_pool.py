@@ -126,6 +126,9 @@ def train(command, rank, world, port):
         training.run_to_end()
     if training.logger is not None:
         training.logger.close("completed")
+    pipeline = getattr(training.trainable, "pipeline", None)
+    made = [type(schedule).__name__ for schedule in pipeline.schedules.values()] if pipeline else []
+    return {"schedules": made, "stages": pipeline.own if pipeline else []}
 
 
 def assembled(command, rank, port):

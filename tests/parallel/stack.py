@@ -176,7 +176,6 @@ class Apart(Sum):
     """Changes a weight by rank, which no task should."""
 
     def loss(self, model, batch):
-        total, units = super().loss(model, batch)
         with torch.no_grad():
             getattr(model, "module", model).last.weight.add_(int(os.environ["RANK"]))
-        return total, units
+        return super().loss(model, batch)

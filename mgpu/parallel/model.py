@@ -111,7 +111,7 @@ def place(model: nn.Module, parts: Sequence[Part], devices: Sequence[torch.devic
         for values in (module._parameters, module._buffers):
             for name, value in values.items():
                 if value is not None:
-                    values[name] = moved.setdefault(id(value), _on(value, device))  # type: ignore[assignment]
+                    values[name] = moved.setdefault(id(value), _on(value, device))
 
     def bring(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))

@@ -132,7 +132,6 @@ def test_an_unset_variable_is_named_with_its_line(load):
         ({"schedule": "{warmup: 200 steps}", "duration": "100 steps"}, "schedule.warmup", ["200 steps", "100 steps"]),
         ({"evaluate": "{every: 1 epochs}"}, "evaluate.every", ["data.eval"]),
         ({"numerics": "exact"}, "numerics", ["not available yet"]),
-        ({"compile": "true"}, "compile", ["not available yet"]),
         ({"restart": "{max: 3}"}, "restart.max", ["not available yet"]),
         ({"watchdog": "{hang: 1 minutes}"}, "watchdog.hang", ["not available yet"]),
         ({"devices": "none"}, "devices", ["cpu:N"]),

@@ -239,7 +239,7 @@ def main() -> None:
     print(f"{'strategy':10} {'ranks':>5} {'mgpu ms':>9} {'plain ms':>9} {'throughput':>11} {'peak MB':>8}")
     for world in arguments.ranks:
         for name in arguments.strategies:
-            times, peak = in_processes(world, name, arguments.rounds, arguments.steps)
+            times, _ = in_processes(world, name, arguments.rounds, arguments.steps)
             _, alone = in_processes(world, name, 0, arguments.steps)
             ratio = times["plain"] / times["mgpu"]
             print(

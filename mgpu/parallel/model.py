@@ -5,6 +5,7 @@ Every device but one waits at any time: pipeline does the same with several proc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -104,31 +105,37 @@ def place(model: nn.Module, parts: Sequence[Part], devices: Sequence[torch.devic
     for part in parts:
         for parameter in part.module.parameters():
             home.setdefault(id(parameter), devices[part.stage])
+    moved: dict[int, Any] = {}
+
+    def move(module: nn.Module, device: torch.device) -> None:
+        for values in (module._parameters, module._buffers):
+            for name, value in values.items():
+                if value is not None:
+                    values[name] = moved.setdefault(id(value), _on(value, device))
+
+    def bring(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))
+
     inside = {id(module) for part in parts for module in part.module.modules()}
-
-    def bring(device: torch.device) -> Callable[..., Any]:
-        def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))
-
-        return move
-
     for part in parts:
         tied = {home[id(parameter)] for parameter in part.module.parameters()}
         device = tied.pop() if len(tied) == 1 else devices[part.stage]
-        _move(part.module, device)
-        part.module.register_forward_pre_hook(bring(device), with_kwargs=True)
+        for module in part.module.modules():
+            move(module, device)
+        part.module.register_forward_pre_hook(functools.partial(bring, device), with_kwargs=True)
     for module in model.modules():
         if id(module) not in inside:
-            for value in (*module._parameters.values(), *module._buffers.values()):
-                if value is not None:
-                    value.data = value.data.to(devices[0])
+            move(module, devices[0])
     model.register_forward_hook(
         lambda module, args, output: tree_map_only(torch.Tensor, lambda value: value.to(devices[0]), output)
     )
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
-    for inner in module.modules():
-        for value in (*inner._parameters.values(), *inner._buffers.values()):
-            if value is not None and value.device != device:
-                value.data = value.data.to(device)
+def _on(value: Any, device: torch.device) -> Any:
+    """A parameter or buffer on `device`; itself where it is there already."""
+    from torch import nn
+
+    if value.device == device:
+        return value
+    copy = value.detach().to(device)
+    return nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy

@@ -32,6 +32,7 @@ class Supervised:
         """The sum of the losses, the number of units, and what metrics compare: predictions and targets."""
         inputs, targets = batch
         outputs = model(inputs)
+        outputs = getattr(outputs, "logits", outputs)  # what models of the transformers library return
         if self.unit == "token":
             outputs, targets = outputs.flatten(0, 1), targets.flatten()
             counted = targets != getattr(self.criterion, "ignore_index", -100)

@@ -145,7 +145,7 @@ def test_two_runs_at_once_have_ports_of_their_own_and_a_taken_port_is_refused(be
         ("devices=2", ["devices", "0 visible", "cpu:2"]),
         ("parallel.backend=nccl", ["parallel.backend", "nccl"]),
         ("parallel.strategy=dpp", ["parallel.strategy", "did you mean ddp?"]),
-        ("parallel.strategy=fsdp", ["parallel.strategy", "not available yet"]),
+        ("parallel.strategy=tensorflow", ["parallel.strategy", "not available yet"]),
         ("cluster.engine=slurm", ["cluster.engine", "not available yet"]),
         ("script.path=missing.py", ["script"]),
     ],

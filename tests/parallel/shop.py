@@ -30,11 +30,17 @@ parallel: {strategy: single}
 """
 
 
+POINTS = {
+    "data": {"train": "stack.py:Points", "eval": {"target": "stack.py:Points", "args": {"n": 7}}}, "task": "stack.py:Square",
+}  # fmt: skip
+
+
 class Trained:
     """What is compared: losses and gradient norms a step, the evaluation, all tensors, the ids that were read."""
 
-    def __init__(self, run):
+    def __init__(self, run, told=()):
         self.run = run
+        self.told = told
         self.plan = json.loads(run.plan_path.read_text())
         self.rows = metrics_of(run)
         self.losses = [row["loss"] for row in self.rows]
@@ -73,8 +79,12 @@ class Workshop:
 
     def train(self, world, **settings):
         run, ranks = self.run(world, **settings)
-        self.pool(ranks).train(run)
-        return Trained(run)
+        return Trained(run, self.pool(ranks).train(run))
+
+    def collectives(self, world, **settings):
+        """How many collectives of each name rank 0 issues in one step."""
+        run, ranks = self.run(world, **settings)
+        return self.pool(ranks).call({"do": "collectives", "run": str(run.path)})[0]
 
     def resume(self, run, world, **settings):
         """Train `run` on from its newest checkpoint, laid out anew."""

@@ -83,3 +83,99 @@ class Normed(nn.Module):
 class Square(Supervised):
     def __init__(self):
         super().__init__(nn.MSELoss())
+
+
+class Patches(nn.Module):
+    """Shaped like a vision transformer: a class token and positions that are parameters of modules which several stages
+    share, and a module list inside a module with a forward of its own."""
+
+    class Encoder(nn.Module):
+        def __init__(self, width, blocks):
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(1, 1, width) / 4)
+            self.blocks = nn.Sequential(*(Block(width, norm=False) for _ in range(blocks)))
+            self.norm = nn.LayerNorm(width)
+
+        def forward(self, x):
+            return self.norm(self.blocks(x + self.positions))
+
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.encoder = self.Encoder(6, blocks)
+        self.head = nn.Linear(6, 1)
+        self.double()
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), x.unsqueeze(1)], dim=1)
+        return self.head(self.encoder(x)[:, 0])
+
+
+class Skipping(Normed):
+    """Uses a value of its first block again at the end: no pipeline can hand that over."""
+
+    def __init__(self):
+        super().__init__(norm=False)
+
+    def forward(self, x):
+        first = self.blocks[0](x)
+        return self.head(self.blocks[3](self.blocks[2](self.blocks[1](first))) + first)
+
+
+class Thawing(nn.Module):
+    """Two 1 x 1 layers of weight 1; the first is frozen until the third forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+        self.first.weight.requires_grad_(False)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        self.first.weight.requires_grad_(self.passes > 2)
+        return self.last(self.first(x))
+
+
+class Chain(nn.Module):
+    """Two stages of one weight, both 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+class Numbers:
+    """Sample i is i + 1."""
+
+    def __init__(self, n=8):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index + 1)])
+
+
+class Sum:
+    """The loss of a sample is the model's output for it."""
+
+    def loss(self, model, batch):
+        return model(batch).sum(), len(batch)
+
+
+class Apart(Sum):
+    """Changes a weight by rank, which no task should."""
+
+    def loss(self, model, batch):
+        with torch.no_grad():
+            getattr(model, "module", model).last.weight.add_(int(os.environ["RANK"]))
+        return super().loss(model, batch)

@@ -7,9 +7,12 @@
     │   ├── SpecError            2   one or more problems in a spec, each with file, line and column
     │   ├── UnknownName          2   a name that is not among the known ones; proposes the nearest
     │   ├── PlanError            2   the spec does not fit the hardware
+    │   ├── TopologyError        2   a description of a machine that cannot be read, or asks for what it has not
     │   └── RunNotFound          2   no run, or more than one, answers to that name
     ├── DataError                1   the training data cannot be read as the plan needs it
-    └── CheckpointError          1   no checkpoint, or a damaged one
+    ├── DriftError               1   ranks no longer hold the same model
+    └── CheckpointError          1   no usable checkpoint, or one that cannot be written
+        └── DamagedCheckpoint    1   files that are not what was written; names the file
 """
 
 from __future__ import annotations
@@ -87,6 +90,10 @@ class PlanError(Refusal):
         self.key = key
 
 
+class TopologyError(Refusal):
+    """A text that describes no machine, only part of one, or one that cannot be; or more GPUs asked for than it has."""
+
+
 class UnknownName(Refusal):
     """A plugin, a command or a key that does not exist."""
 
@@ -103,8 +110,16 @@ class DataError(MgpuError):
     """The training data cannot be read as the plan needs it."""
 
 
+class DriftError(MgpuError):
+    """What must be alike on all ranks no longer is."""
+
+
 class CheckpointError(MgpuError):
-    """No usable checkpoint: none, damaged, or of another model."""
+    """No usable checkpoint: none, or of another model; or one that cannot be written."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, or is not what was written."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

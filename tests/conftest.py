@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from trainers import Trainer
 
 from mgpu.runs import Run, RunStore
 from mgpu.spec import parse_value
@@ -81,6 +82,20 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path):
     return Bench(tmp_path)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Makes small trainings of one rank in this process, each with a checkpointer."""
+    made = []
+
+    def make(path=tmp_path / "checkpoints", **settings):
+        made.append(Trainer(path, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.checkpointer.close()
 
 
 def metrics_of(run):

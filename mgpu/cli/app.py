@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from mgpu.cli import inspect_runs, training
+from mgpu.cli import checkpoints, inspect_runs, logs, run_control, topology, training, verification
 from mgpu.errors import MgpuError
 
 app = typer.Typer(
@@ -19,6 +19,11 @@ app = typer.Typer(
 )
 training.register(app)
 inspect_runs.register(app)
+verification.register(app)
+topology.register(app)
+checkpoints.register(app)
+logs.register(app)
+run_control.register(app)
 
 
 def main() -> None:

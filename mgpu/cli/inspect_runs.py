@@ -1,13 +1,17 @@
-"""`mgpu ls`, `mgpu show`, `mgpu logs`, `mgpu schema`: parse, call, render."""
+"""`mgpu ls`, `mgpu show`, `mgpu schema`: parse, call, render."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mgpu.cli.training import RUNS_DIR, RunsDirOption
+
+if TYPE_CHECKING:
+    from mgpu.runs import Run
 
 RunArgument = Annotated[str, typer.Argument(help="An id, a unique prefix of one, a path, or latest.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
@@ -17,23 +21,37 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this file to `app`."""
     app.command("ls", epilog="Example:  mgpu ls --json")(list_runs)
     app.command(epilog="Example:  mgpu show latest")(show)
-    app.command(epilog="Example:  mgpu logs latest --rank 1")(logs)
     app.command(epilog="Example:  mgpu schema > mgpu.schema.json")(schema)
 
 
 def list_runs(runs_dir: RunsDirOption = RUNS_DIR, json_: JsonOption = False) -> None:
-    """List the runs, newest first."""
+    """List the runs, newest first. Of one that is running, what it does right now."""
     from mgpu.runs import RunStore
 
-    rows = [
-        {"id": run.id, "state": str(run.state), "step": run.last_step, "path": str(run.path)}
-        for run in RunStore(runs_dir).list()
-    ]
+    rows = [_row(run) for run in RunStore(runs_dir).list()]
     if json_:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        print(f"{row['id']:<48}  {row['state']:<12}  step {row['step']}")
+        now = f"  {row['now']}" if row["now"] else ""
+        print(f"{row['id']:<48}  {row['state']:<12}  step {row['step']}{now}")
+
+
+def _row(run: Run) -> dict[str, Any]:
+    from mgpu.runs import State
+
+    state = run.state
+    row = {"id": run.id, "state": str(state), "step": run.last_step, "path": str(run.path), "now": None}
+    if state is State.RUNNING:
+        from mgpu.launch.control import live_beats
+
+        beats = live_beats(run)
+        if beats:
+            slowest = min(beats.values(), key=lambda beat: (beat.step, beat.beat_ns))
+            age = (time.monotonic_ns() - slowest.beat_ns) / 1e9
+            row["now"] = f"{slowest.phase.words}, {age:.0f} s ago"
+            row["step"] = max(run.last_step, slowest.step - 1)
+    return row
 
 
 def show(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, json_: JsonOption = False) -> None:
@@ -58,28 +76,14 @@ def show(run: RunArgument, runs_dir: RunsDirOption = RUNS_DIR, json_: JsonOption
     if json_:
         print(json.dumps(facts, indent=2))
         return
+    from mgpu.launch.report import cause_lines
+
+    cause = facts.pop("cause")
     for label, value in facts.items():
         if value not in (None, []):
             print(f"{label:<14}{_text(value)}")
-
-
-def logs(
-    run: RunArgument,
-    rank: Annotated[int, typer.Option(help="Whose output.")] = 0,
-    attempt: Annotated[int | None, typer.Option(help="Of which attempt; default: the newest.")] = None,
-    runs_dir: RunsDirOption = RUNS_DIR,
-) -> None:
-    """Print what a rank wrote."""
-    from mgpu.errors import Refusal
-    from mgpu.runs import RunStore
-
-    found = RunStore(runs_dir).find(run)
-    path = found.log_path(attempt or found.attempts, rank)
-    if not path.exists():
-        raise Refusal(
-            f"{found.id} has no log of rank {rank}, attempt {attempt or found.attempts}", hint=f"see {path.parents[1]}"
-        )
-    print(path.read_text(errors="replace"), end="")
+    if cause is not None and cause["kind"] != "unfinished":
+        print("\n".join(cause_lines(cause)))
 
 
 def schema() -> None:

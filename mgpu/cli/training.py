@@ -12,6 +12,10 @@ SetOption = Annotated[
 ]
 DevicesOption = Annotated[str | None, typer.Option(help="In place of the spec's devices: auto, 4, [0,3], cpu:2.")]
 RunsDirOption = Annotated[Path, typer.Option(help="Where runs are kept.")]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return once it runs; it goes on by itself.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="On stdout, the outcome as JSON in place of the id (with --dry-run: the plan).")
+]
 RUNS_DIR = Path("runs")
 
 
@@ -29,7 +33,8 @@ def train(
     name: Annotated[str | None, typer.Option(help="In place of the spec's name.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")] = False,
+    detach: DetachOption = False,
+    json_: JsonOption = False,
 ) -> None:
     """Train what SPEC says. Prints the run's id on stdout."""
     from mgpu.launch import starting
@@ -38,7 +43,7 @@ def train(
     if dry_run:
         starting.show_plan(spec, overrides, as_json=json_)
         return
-    raise typer.Exit(starting.train(spec, overrides, runs_dir))
+    raise typer.Exit(starting.train(spec, overrides, runs_dir, detach=detach, as_json=json_))
 
 
 def resume(
@@ -46,12 +51,14 @@ def resume(
     set_: SetOption = None,
     devices: DevicesOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
+    detach: DetachOption = False,
+    json_: JsonOption = False,
 ) -> None:
     """Continue RUN from its newest good checkpoint, also on other devices."""
     from mgpu.launch import starting
 
     overrides = [*(set_ or []), *([f"devices={devices}"] if devices else [])]
-    raise typer.Exit(starting.resume(run, overrides, runs_dir))
+    raise typer.Exit(starting.resume(run, overrides, runs_dir, detach=detach, as_json=json_))
 
 
 def node(path: str, attempt: int, listener: int) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from mgpu.data.order import EpochOrder
 from mgpu.data.position import BatchGrid, Position
+from mgpu.data.sampling import SampleOrder
 from mgpu.data.seeding import sample_seed, seed_everything
 
 Key = tuple[int, int]
@@ -56,7 +55,7 @@ class Course(Sampler[list[Key]]):
     """The way of one replica through the data from `start` on, up to `epochs` (None: without end)."""
 
     grid: BatchGrid
-    seed: int
+    order: SampleOrder
     start: Position
     replica: int
     replicas: int
@@ -73,34 +72,13 @@ class Course(Sampler[list[Key]]):
             position = after
 
     def __iter__(self) -> Iterator[list[Key]]:
-        order = _BlockwiseOrder(self.grid.n, self.seed)
         for share in self.shares():
-            epoch = share.position.epoch
-            ranges = self.grid.micro_batches(share.position.offset)
             for index in share.micro_indices:
-                yield [(epoch, sample) for sample in order.samples(epoch, *ranges[index])]
+                yield [(share.position.epoch, sample) for sample in self.samples(share.position, index)]
 
-
-class _BlockwiseOrder:
-    """The order of an epoch, worked out in blocks: one position costs as much as a thousand."""
-
-    BLOCK = 4096
-
-    def __init__(self, n: int, seed: int) -> None:
-        self._n = n
-        self._seed = seed
-        self._order = EpochOrder(n, seed, 0)
-        self._start = 0
-        self._block: list[int] = []
-
-    def samples(self, epoch: int, start: int, stop: int) -> list[int]:
-        """Sample ids at the positions [start, stop) of `epoch`."""
-        if epoch != self._order.epoch:
-            self._order, self._block = EpochOrder(self._n, self._seed, epoch), []
-        if start < self._start or stop > self._start + len(self._block):
-            end = min(self._n, start + max(self.BLOCK, stop - start))
-            self._start, self._block = start, self._order.at(np.arange(start, end)).tolist()
-        return self._block[start - self._start : stop - self._start]
+    def samples(self, position: Position, index: int) -> list[int]:
+        """The ids of the samples in micro batch `index` of the global batch at `position`."""
+        return self.order.samples(position.epoch, *self.grid.micro_batches(position.offset)[index])
 
 
 def _start_loader(_worker: int) -> None:
@@ -125,6 +103,24 @@ def make_loader(
     )
 
 
+def make_stream_loader(stream: IterableDataset[Any], *, workers: int, start: str, pin: bool) -> DataLoader[Any]:
+    """A loader that passes on what `stream` makes, which is whole batches already."""
+    return DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        pin_memory=pin,
+        worker_init_fn=_start_loader if workers else None,
+        multiprocessing_context=start if workers else None,
+        persistent_workers=workers > 0,
+    )
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True)
 class EvaluationCourse(Sampler[list[Key]]):
     """One replica's part of the evaluation data: every sample once over all replicas, nothing padded."""
@@ -135,26 +131,40 @@ class EvaluationCourse(Sampler[list[Key]]):
     replicas: int
 
     @property
+    def indices(self) -> range:
+        """The micro batches of this replica."""
+        return self._shares[self.replica]
+
+    @property
     def counts(self) -> tuple[int, ...]:
-        """How many batches each replica has."""
-        grid = BatchGrid(n=self.count, size=self.count, micro=self.micro, last="keep")
-        return tuple(map(len, grid.shares(len(grid.micro_batches(0)), self.replicas)))
+        """How many micro batches each replica has."""
+        return tuple(map(len, self._shares))
 
     def __iter__(self) -> Iterator[list[Key]]:
-        grid = BatchGrid(n=self.count, size=self.count, micro=self.micro, last="keep")
-        ranges = grid.micro_batches(0)
-        for index in grid.shares(len(ranges), self.replicas)[self.replica]:
+        ranges = self._grid.micro_batches(0)
+        for index in self.indices:
             yield [(0, sample) for sample in range(*ranges[index])]
 
+    @property
+    def _grid(self) -> BatchGrid:
+        return BatchGrid(n=self.count, size=self.count, micro=self.micro, last="keep")
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in nested tuples, lists and mappings; copies from pinned memory do not wait."""
+    @property
+    def _shares(self) -> list[range]:
+        return self._grid.shares(len(self._grid.micro_batches(0)), self.replicas)
+
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move every tensor in nested tuples, lists and mappings; copies from pinned memory do not wait.
+
+    With `dtype`, floating-point tensors become that.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
     if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: to_device(item, device, dtype) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        return type(value)(*(to_device(item, device, dtype) for item in value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return type(value)(to_device(item, device) for item in value)  # type: ignore[call-arg]
+        return type(value)(to_device(item, device, dtype) for item in value)  # type: ignore[call-arg]
     return value

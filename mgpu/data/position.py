@@ -12,7 +12,8 @@ class Position:
     """A place in a training.
 
     `offset` counts the samples consumed in `epoch`, `samples` those of all epochs, `batches` the global batches, and
-    `step` the optimizer steps (fewer than batches where fp16 skipped one).
+    `step` the optimizer steps (fewer than batches where fp16 skipped one). `parts`, where a data set splits itself over
+    ranks: the micro batches that each replica has consumed in this epoch.
     """
 
     epoch: int = 0
@@ -20,17 +21,18 @@ class Position:
     samples: int = 0
     batches: int = 0
     step: int = 0
+    parts: tuple[int, ...] = ()
 
     def stepped(self, step: int) -> Position:
         """The same place, `step` optimizer steps done."""
         return dataclasses.replace(self, step=step)
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Position:
-        return cls(**value)
+        return cls(**{**value, "parts": tuple(value.get("parts", ()))})
 
 
 @dataclass(frozen=True)

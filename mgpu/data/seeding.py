@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 _MASK = (1 << 64) - 1
-_SAMPLE, _MICRO_BATCH, _WEIGHTS = 1, 2, 3
+_SAMPLE, _MICRO_BATCH, _WEIGHTS, _ORDER = 1, 2, 3, 4
 
 
 def _mix(value: int) -> int:
@@ -39,6 +39,11 @@ def micro_batch_seed(seed: int, batch: int, index: int) -> int:
 def weights_seed(seed: int) -> int:
     """For the initial weights; 64 bits."""
     return _chain(_WEIGHTS, seed)
+
+
+def order_seed(seed: int, epoch: int) -> int:
+    """For listing a user's sampler in `epoch`; 64 bits."""
+    return _chain(_ORDER, seed, epoch)
 
 
 def seed_everything(value: int) -> None:

@@ -1,22 +1,49 @@
-"""Which rank is to blame, and for what."""
+"""Which rank is to blame, and for what.
+
+The judge takes what ended first and of itself:
+
+1. what the supervisor saw itself: a hang, the loss of its own helper processes
+2. the earliest of: an error of a rank's own (its record is stamped before its sockets close, so before anybody can feel
+   it); a death without a record (killed, a plain exit), at the time it was seen
+3. a rank that left with code 0 while others were training
+4. a rank that never came to the collective that the others gave up waiting for
+5. the earliest error out of a collective, if nobody has a better one
+
+Errors out of collectives otherwise are echoes: their rank is a victim.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import signal
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu.errors import EXIT_FAILED, EXIT_SIGNAL_BASE
+from mgpu import frames
+from mgpu.errors import EXIT_FAILED, EXIT_HUNG, EXIT_SIGNAL_BASE
+from mgpu.launch import memory
+from mgpu.launch.attempt import Evidence, Exit
+from mgpu.launch.output import written
+from mgpu.launch.watchdog import odd_rank
 from mgpu.runs import Run
+from mgpu.runs.heartbeat import Ended
+
+_TAIL_BYTES = 1 << 16
+_FATAL = "Fatal Python error:"
+_LAST_WORDS = 6
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an attempt did not complete. kind: `error`, `killed`, `exit`, `left early`, `victim` (a collective failed
-    and no rank says why), `unfinished` (stopped as asked)."""
+    """Why an attempt did not complete.
+
+    kind: `error`, `killed`, `exit`, `left early`, `hang`, `missing` (in a collective), `victim` (a collective failed and
+    no rank says why), `supervisor`, `unfinished` (stopped as asked). `step` is the one the rank was in, counted from 1,
+    0 where that is not known.
+    """
 
     kind: str
     rank: int | None
@@ -25,72 +52,195 @@ class Cause:
     place: str = ""
     log: str = ""
     victims: tuple[int, ...] = ()
+    step: int = 0
+    details: tuple[str, ...] = ()
+    advice: str = ""
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    deterministic: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def judge(run: Run, attempt: int, exits: Mapping[int, int], order: Sequence[int]) -> Cause | None:
-    """The cause of an attempt's end; None if it completed.
+def judge(run: Run, evidence: Evidence, numbers: Mapping[int, int]) -> Cause | None:
+    """The cause of an attempt's end; None if it completed. `numbers`: the ranks' newest collectives, where known."""
+    return _Judge(run, evidence, numbers).verdict()
 
-    The earliest error of a rank's own comes first, then a rank that died without a record (killed, or a plain exit),
-    then one that left early with code 0; errors inside a collective are of victims, whose peer was gone.
-    """
-    records = _records(run, attempt)
-    victims = [record for record in records if record["victim"]]
-    own = [record for record in records if not record["victim"]]
-    recorded = {record["rank"] for record in records}
-    silent = [rank for rank in order if exits[rank] != 0 and rank not in recorded]
-    early = [rank for rank in order if exits[rank] == 0]
-    ends = {event["event"] for event in run.events() if event.get("attempt") == attempt}
-    if own:
-        first = own[0]
-        return _of_record(run, attempt, first, [record["rank"] for record in records if record is not first])
-    if silent:
-        return _of_exit(run, attempt, silent[0], exits[silent[0]], sorted(recorded))
-    if victims and early:
-        what = "left early with code 0 while other ranks were still training"
-        return Cause(
-            "left early",
-            early[0],
-            EXIT_FAILED,
-            what,
-            log=str(run.log_path(attempt, early[0])),
-            victims=tuple(sorted(recorded)),
+
+class _Judge:
+    def __init__(self, run: Run, evidence: Evidence, numbers: Mapping[int, int]) -> None:
+        self.run, self.evidence, self.numbers = run, evidence, numbers
+        self.records = _records(run, evidence.attempt)
+        self.by_rank = {record["rank"]: record for record in self.records}
+
+    def verdict(self) -> Cause | None:
+        evidence = self.evidence
+        if evidence.spawner_gone:
+            return self._cause("supervisor", None, EXIT_SIGNAL_BASE + signal.SIGKILL, evidence.spawner_gone)
+        own = [record for record in self.records if not record["echo"]]
+        echoes = [record for record in self.records if record["echo"]]
+        silent = self._silent_deaths()
+        if evidence.hang is not None and not own and not silent:
+            return self._of_hang()
+        if own and not (silent and silent[0].seen_ns < own[0]["monotonic_ns"]):
+            return self._of_record(own[0])
+        if silent:
+            return self._of_death(silent[0])
+        early = self._early_leavers()
+        if early and (echoes or not evidence.is_script):
+            return self._of_early(early[0])
+        if echoes:
+            return self._of_missing(echoes[0]) or self._of_record(echoes[0], kind="victim")
+        ends = [beat.ended for beat in evidence.beats.values()]
+        if not evidence.is_script and Ended.STOPPED in ends:
+            return self._cause("unfinished", None, EXIT_FAILED, "stopped before its end")
+        if len(evidence.exits) == len(evidence.pids) and not any(gone.by_us for gone in evidence.exits.values()):
+            return None
+        return self._cause("unfinished", None, EXIT_FAILED, "was ended before its end")
+
+    def _silent_deaths(self) -> list[Exit]:
+        """Ends without a record, the likeliest origin first: a library whose peer is gone aborts, so aborts come last."""
+        found = [
+            gone
+            for gone in self.evidence.exits.values()
+            if gone.code != 0 and not gone.by_us and gone.rank not in self.by_rank
+        ]
+        return sorted(found, key=lambda gone: (gone.code == -signal.SIGABRT, gone.seen_ns))
+
+    def _early_leavers(self) -> list[int]:
+        left = [gone for gone in self.evidence.exits.values() if gone.code == 0 and not gone.by_us]
+        if not self.evidence.is_script:
+            left = [gone for gone in left if self.evidence.beats[gone.rank].ended is Ended.NO]
+        return [gone.rank for gone in sorted(left, key=lambda gone: gone.seen_ns)]
+
+    def _of_hang(self) -> Cause:
+        evidence = self.evidence
+        assert evidence.hang is not None
+        odd = odd_rank(evidence.beats, evidence.stacks, self.numbers)
+        step = evidence.beats[odd.rank].step if odd.rank is not None else 0
+        phase = evidence.beats[odd.rank if odd.rank is not None else evidence.hang.ranks[0]].phase.words
+        where = f"in step {step} (last finished: {step - 1})" if step else f"while {phase}"
+        details = [f"no progress for {evidence.hang.seconds:.0f} s"]
+        details += self._where_the_others_are(odd.rank)
+        folder = self.run.stacks_path(evidence.attempt, 0).parent
+        return dataclasses.replace(
+            self._cause("hang", odd.rank, EXIT_HUNG, f"{odd.what}, {where}", place=odd.place, step=step),
+            victims=tuple(rank for rank in sorted(evidence.stacks) if odd.rank not in (None, rank)),
+            details=tuple(details),
+            advice=f"stacks of all ranks and threads: {folder}",
         )
-    if victims:
-        cause = _of_record(run, attempt, victims[0], [record["rank"] for record in victims[1:]])
-        return dataclasses.replace(cause, kind="victim")
-    if "completed" in ends or (_is_script(run) and len(early) == len(exits) > 0):
-        return None
-    if "stopped" in ends or not exits:
-        return Cause("unfinished", None, EXIT_FAILED, "stopped before its end")
-    return Cause(
-        "left early", early[0] if early else None, EXIT_FAILED, "left with code 0 before the training was complete"
-    )
+
+    def _where_the_others_are(self, odd: int | None) -> list[str]:
+        """One line for all ranks that are in the same place."""
+        places: dict[str, list[int]] = {}
+        for rank, stack in sorted(self.evidence.stacks.items()):
+            if rank != odd:
+                beat = self.evidence.beats[rank]
+                step = f"step {beat.step}" if beat.step else beat.phase.words
+                where = f"wait in a collective, {stack.waits_in}" if stack.in_collective else stack.place or "no stack"
+                places.setdefault(f"{step}: {where}", []).append(rank)
+        return [f"rank {', '.join(map(str, ranks))}: {where}" for where, ranks in places.items()]
+
+    def _of_record(self, record: dict[str, Any], kind: str = "error") -> Cause:
+        rank = record["rank"]
+        what = f"{record['type']}: {record['message']}" if record["type"] != "SystemExit" else ""
+        what = what or f"exited with code {record['exit_code']}"
+        killed = ""
+        if record["loader"]:
+            what = f"in its data loader: {what}"
+            killed = memory.explanation(0, self.evidence.memory_before, 0)
+        cause = self._cause(kind, rank, record["exit_code"], what, place=record["place"], step=record["step"])
+        others = tuple(sorted(other for other in self.by_rank if other != rank))
+        return dataclasses.replace(
+            cause,
+            kind="exit" if record["type"] == "SystemExit" else kind,
+            victims=others,
+            details=(killed,) if killed else (),
+            deterministic=record["deterministic"],
+        )
+
+    def _of_death(self, gone: Exit) -> Cause:
+        rank, pid = gone.rank, self.evidence.pids[gone.rank]
+        step = self.evidence.beats[rank].step
+        victims = tuple(sorted(other for other in self.by_rank if other != rank))
+        if gone.code > 0:
+            cause = self._cause("exit", rank, gone.code, f"exited with code {gone.code}", step=step)
+            return dataclasses.replace(cause, victims=victims, details=self._last_words(rank))
+        name = signal.Signals(-gone.code).name
+        cause = self._cause("killed", rank, EXIT_SIGNAL_BASE - gone.code, f"was killed by {name}", step=step)
+        place, details, advice = "", self._last_words(rank), ""
+        if gone.code == -signal.SIGKILL:
+            why = memory.explanation(pid, self.evidence.memory_before, gone.peak_bytes)
+            details = (why or f"from outside; it had used up to {memory.size_text(gone.peak_bytes)}", *details)
+            advice = "give it more memory, or a smaller batch.micro, or fewer data.workers" if why else ""
+        else:
+            place = self._place_of_crash(rank)
+        return dataclasses.replace(cause, place=place, victims=victims, details=details, advice=advice)
+
+    def _of_early(self, rank: int) -> Cause:
+        then = self.evidence.beats_at_exit[rank]
+        step = then[rank].step
+        others = sorted(set(then) - {rank})
+        when = f" in step {step} (last finished: {step - 1})" if step else ""
+        cause = self._cause("left early", rank, EXIT_FAILED, f"left early with code 0{when}", step=step)
+        details = tuple(f"rank {other} was in step {then[other].step}" for other in others if then[other].step)
+        victims = tuple(other for other in others if self.evidence.beats[other].ended is Ended.NO)
+        return dataclasses.replace(cause, victims=victims, details=details)
+
+    def _of_missing(self, echo: dict[str, Any]) -> Cause | None:
+        """Somebody gave up waiting, and others still run, elsewhere: it is they who did not come."""
+        absent = [rank for rank, stack in sorted(self.evidence.stacks.items()) if not stack.in_collective]
+        absent = [rank for rank in absent if rank not in self.by_rank]
+        if not absent:
+            return None
+        rank = absent[0]
+        stack, step = self.evidence.stacks[rank], self.evidence.beats[rank].step
+        where = f" in step {step}" if step else ""
+        halted = ", it is stopped by a signal (SIGSTOP)" if stack.state in ("T", "t") else ""
+        what = f"did not come to the collective that rank {echo['rank']} waited in{where}{halted}"
+        cause = self._cause("missing", rank, EXIT_HUNG, what, place=stack.place, step=step)
+        return dataclasses.replace(
+            cause,
+            victims=tuple(sorted(self.by_rank)),
+            details=(f"rank {echo['rank']}: {echo['type']}: {echo['message']}",),
+            advice=f"stacks: {self.run.stacks_path(self.evidence.attempt, rank)}",
+        )
+
+    def _cause(self, kind: str, rank: int | None, code: int, what: str, *, place: str = "", step: int = 0) -> Cause:
+        log = self.run.node_log_path(self.evidence.attempt, 0)
+        if rank is not None:
+            log = self.run.log_path(self.evidence.attempt, rank)
+        return Cause(kind, rank, code, what, place, str(log), step=step)
+
+    def _tail(self, rank: int) -> str:
+        log = self.run.log_path(self.evidence.attempt, rank)
+        kept = b""
+        for block in written(log, skip=max(0, log.stat().st_size - _TAIL_BYTES) if log.exists() else 0):
+            kept = (kept + block)[-_TAIL_BYTES:]
+        return kept.decode(errors="replace")
+
+    def _last_words(self, rank: int) -> tuple[str, ...]:
+        """The end of the log of a rank that left no record; a crash report of faulthandler is told by its place."""
+        lines = self._tail(rank).partition(_FATAL)[0].splitlines()
+        words = [line.rpartition("\r")[2].rstrip() for line in lines]
+        return tuple(f"| {line}" for line in [line for line in words if line][-_LAST_WORDS:])
+
+    def _place_of_crash(self, rank: int) -> str:
+        """By what faulthandler wrote at the end of the log: the crashed thread is the one called current."""
+        crash = self._tail(rank).rpartition(_FATAL)[2]
+        current = crash.partition("Current thread")[2].partition("\n\n")[0]
+        return frames.place(list(reversed(frames.parse(current))))
 
 
 def _records(run: Run, attempt: int) -> list[dict[str, Any]]:
+    """The ranks' own records, earliest first; one that cannot be read is left out."""
     folder = run.failure_path(attempt, 0).parent
-    found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")] if folder.is_dir() else []
+    found = []
+    for path in folder.glob("rank-*.json"):
+        if path.name.count(".") > 1:
+            continue
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
     return sorted(found, key=lambda record: record["monotonic_ns"])
-
-
-def _of_record(run: Run, attempt: int, record: dict[str, Any], others: list[int]) -> Cause:
-    rank = record["rank"]
-    what = f"{record['type']}: {record['message']}"
-    return Cause(
-        "error", rank, EXIT_FAILED, what, record["place"], str(run.log_path(attempt, rank)), tuple(sorted(others))
-    )
-
-
-def _of_exit(run: Run, attempt: int, rank: int, code: int, others: list[int]) -> Cause:
-    log = str(run.log_path(attempt, rank))
-    if code < 0:
-        what = f"was killed by {signal.Signals(-code).name}"
-        return Cause("killed", rank, EXIT_SIGNAL_BASE - code, what, log=log, victims=tuple(others))
-    return Cause("exit", rank, code, f"exited with code {code}", log=log, victims=tuple(others))
-
-
-def _is_script(run: Run) -> bool:
-    return '"size": null' in run.plan_path.read_text()

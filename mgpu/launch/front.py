@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -14,106 +16,217 @@ from rich.console import Console
 
 from mgpu.errors import EXIT_SIGNAL_BASE
 from mgpu.files import LineTail
+from mgpu.launch import stopping
+from mgpu.launch.output import LogTail, TextTail
+from mgpu.launch.report import attempt_lines
 from mgpu.loggers.console import ConsoleLogger
-from mgpu.runs import Run, State
+from mgpu.runs import Run
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 class Front:
-    """One attempt of a run, seen from the terminal."""
+    """A run from its next attempt on, seen from the terminal.
 
-    def __init__(self, run: Run, attempt: int, quiet: bool = False) -> None:
+    With `detach` the node lives on without it. `say_id` prints the run's id on stdout once nothing can be refused.
+    """
+
+    def __init__(self, run: Run, attempt: int, *, detach: bool = False, say_id: bool = True) -> None:
         self.run = run
         self.attempt = attempt
-        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.detach = detach
+        self.say_id = say_id
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.display = ConsoleLogger(self.console)
         self.metrics = LineTail(run.metrics_path)
         self.events = LineTail(run.events_path)
-        self.output = _OutputTail(run, attempt)
+        self.is_script = run.plan().get("size") is None
+        self.output = _Output(run, attempt, self.is_script)
         self.node: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._heard: list[int] = []
+        self._is_started = self._is_refusable = False
+        self._said = 0
 
-    def watch(self, listener: socket.socket, resume_step: int) -> int:
-        """Start the node, show the run until it ends, and return its exit code."""
+    def listen(self) -> None:
+        """Take signals from now on: before the node is there they are kept for it."""
+        for signum in stopping.HEARD:
+            if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._pass_on)
+
+    def start(self, listener: socket.socket) -> None:
+        """Start the node, which starts its spawner; it runs while the rest is prepared."""
         self.metrics.skip_to_end()
         self.events.skip_to_end()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, self._pass_on)
-        command = [
-            sys.executable,
-            "-m",
-            "mgpu.launch.node",
-            str(self.run.path),
-            str(self.attempt),
-            str(listener.fileno()),
-        ]
+        command = [sys.executable, "-m", "mgpu.launch.node", str(self.run.path), str(self.attempt)]
+        command.append(str(listener.fileno()))
+        held = [listener.fileno()]
+        read = None
+        if not self.detach:
+            read, self._lifeline = os.pipe2(os.O_CLOEXEC)
+            held.append(read)
+            command.append(str(read))
         log = self.run.node_log_path(self.attempt, 0)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            self.node = subprocess.Popen(
-                command,
-                pass_fds=(listener.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        stopping.block()  # until the node listens itself, a signal waits for it
+        try:
+            with log.open("ab") as output:
+                self.node = subprocess.Popen(
+                    command,
+                    pass_fds=held,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env={**os.environ, "MGPU_RUN": str(self.run.path)},
+                )
+        finally:
+            stopping.unblock()
         listener.close()
+        if read is not None:
+            os.close(read)
+        for signum in self._heard:
+            self._pass_on(signum, None)
+
+    def watch(self, resume_step: int) -> int:
+        """Show the run until it ends, or with `detach` until it has begun; its exit code."""
+        assert self.node is not None
         self.display.open(self.run, resume_step=resume_step)
         try:
             while self.node.poll() is None:
                 self._show()
+                if self.detach and self._is_started:
+                    return 0
                 try:
                     self.node.wait(POLL_SECONDS)
                 except subprocess.TimeoutExpired:
                     continue
-            self._show()
+            self._show(at_end=True)
         finally:
-            self.display.close(str(self.run.state))
+            self._quietly(lambda: self.display.close(str(self.run.state)))
+            self._quietly(self.output.finish_line)
         code = self.node.returncode
         return EXIT_SIGNAL_BASE - code if code < 0 else code
 
-    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
-        if self.node is not None and self.node.poll() is None:
-            self.node.send_signal(signum)
+    def abandon(self) -> None:
+        """Something failed on this side before the run was watched: the node ends when the lifeline closes."""
+        if self.node is not None:
+            self.node.terminate()
+            self.node.wait()
 
-    def _show(self) -> None:
-        for line in self.output.read():
-            self.display.print_line(line)
+    def _pass_on(self, signum: int, frame: FrameType | None) -> None:
+        if self.node is None:
+            self._heard.append(signum)
+        elif self._lifeline is None:
+            self.node.send_signal(signum)
+        else:
+            with contextlib.suppress(OSError):  # the node has just ended
+                os.write(self._lifeline, bytes([signum]))
+
+    @property
+    def heard(self) -> int | None:
+        """A signal that came before the node was there."""
+        return self._heard[0] if self._heard else None
+
+    def _show(self, *, at_end: bool = False) -> None:
+        self._quietly(lambda: self._show_all(at_end))
+
+    def _quietly(self, show: Any) -> None:
+        """A terminal that was closed, or a reader that left, is no reason to lose the run: from then on it is silent."""
+        try:
+            show()
+        except OSError:
+            self.console = Console(file=open(os.devnull, "w", encoding="utf-8"), quiet=True)  # noqa: SIM115
+            self.display = ConsoleLogger(self.console)
+            self.output.mute()
+
+    def _show_all(self, at_end: bool) -> None:
+        self.output.show(self.display, at_end=at_end)
         for values in self.metrics.read():
             self.display.log(int(values.get("step", 0)), values)
         for event in self.events.read():
-            if event.get("event") == "attempt_started":
-                print(self.run.id, flush=True)  # what a script wants; only once nothing can be refused any more
-            elif event.get("event") == "evaluated":
-                values = {key: value for key, value in event.items() if key not in ("event", "time", "unix", "step")}
-                self.display.evaluated(event["step"], values)
-            elif event.get("event") == "note":
-                self.display.print_line(event["text"])
+            self._tell(event)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "attempt_started":
+            if not self._is_started and self.say_id:
+                print(self.run.id, flush=True)
+            self._is_started = True
+            self.attempt = event["attempt"]
+            self.output.follow(self.attempt)
+        elif kind == "evaluated":
+            values = {key: value for key, value in event.items() if key not in ("event", "time", "unix", "step")}
+            self.display.evaluated(event["step"], values)
+        elif kind == "note":
+            self.display.print_line(event["text"])
+        elif kind == "stop_asked":
+            self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping; once more to end at once")
+        elif kind == "restarting":
+            self.output.show(self.display, at_end=True)
+            self.output.finish_line()
+            for line in attempt_lines(self.run, self.attempt):
+                self.display.print_line(line, style="red")
+            wait = f" in {event['wait']:.0f} s" if event["wait"] else ""
+            count = f"restart {event['number']} of {event['max']}"
+            self.display.print_line(f"{count}{wait}, from the checkpoint of step {event['from_step']}")
 
 
-class _OutputTail:
-    """Whole lines of what rank 0 prints, up to the traceback it ends with: the report names the cause, whosever it is."""
+class _Output:
+    """What rank 0 prints: of a training whole lines, of a script every byte as it comes (it draws bars of its own).
 
-    def __init__(self, run: Run, attempt: int) -> None:
-        self._path = run.log_path(attempt, 0)
-        self._failure = run.failure_path(attempt, 0)
-        self._offset = 0
+    Up to the traceback it ends with: the report names the cause, whosever it is.
+    """
 
-    def read(self) -> list[str]:
-        if self._offset == sys.maxsize or not self._path.exists():
-            return []
-        with self._path.open("rb") as stream:
-            stream.seek(self._offset)
-            whole, newline, _ = stream.read().rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        lines = whole.decode(errors="replace").split("\n") if newline else []
+    def __init__(self, run: Run, attempt: int, raw: bool) -> None:
+        self._run, self._raw, self._muted = run, raw, False
+        self._is_open_line = False
+        self._attempt = 0
+        self.follow(attempt)
+
+    def follow(self, attempt: int) -> None:
+        if attempt == self._attempt:
+            return
+        self._attempt = attempt
+        self._failure = self._run.failure_path(attempt, 0)
+        log = self._run.log_path(attempt, 0)
+        self._lines, self._bytes = TextTail(log), LogTail(log)
+        self._is_over = False
+
+    def finish_line(self) -> None:
+        """What follows begins on a line of its own, also after a progress bar that was cut off."""
+        if self._is_open_line and not self._muted:
+            self._write(b"\n")
+
+    def mute(self) -> None:
+        self._muted = True
+
+    def show(self, display: ConsoleLogger, *, at_end: bool) -> None:
+        if self._muted or self._is_over:
+            return
+        if self._raw:
+            self._pass_through(self._bytes.read())
+            return
+        lines = self._lines.read(at_end=at_end)
         # The record is written before the traceback, so that here it is known whose traceback this is.
         if _TRACEBACK in lines and self._failure.exists():
-            self._offset = sys.maxsize
-            return lines[: lines.index(_TRACEBACK)]
-        return lines
+            lines, self._is_over = lines[: lines.index(_TRACEBACK)], True
+        for line in lines:
+            display.print_line(line)
+
+    def _pass_through(self, block: bytes) -> None:
+        start = block.find(_TRACEBACK.encode())
+        if start >= 0 and self._failure.exists():
+            block, self._is_over = block[:start], True
+        if block:
+            self._write(block)
+
+    def _write(self, block: bytes) -> None:
+        sys.stderr.flush()
+        sys.stderr.buffer.write(block)
+        sys.stderr.buffer.flush()
+        self._is_open_line = not block.endswith(b"\n")
 
 
 def refusals(run: Run) -> list[dict[str, Any]]:
@@ -122,28 +235,3 @@ def refusals(run: Run) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     path.unlink(missing_ok=True)
     return found
-
-
-def report(run: Run, attempt: int, code: int, console: Console) -> None:
-    """The last thing on the screen: the result and what to do next, or the cause."""
-    events = [e for e in run.events() if e["event"] == "attempt_ended" and e["attempt"] == attempt]
-    ended: dict[str, Any] = events[-1] if events else {}
-    state, step = ended.get("state", str(run.state)), run.last_step
-    cause = ended.get("cause")
-    if state == State.COMPLETED:
-        console.print(f"completed  {run.id}  at step {step}", style="green")
-        console.print("next:  mgpu show latest\n       mgpu logs latest\n       mgpu ls")
-        return
-    if cause is None or cause["kind"] == "unfinished":
-        console.print(f"{state}  {run.id}  at step {step}, exit {code}\ncontinue:  mgpu resume {run.id}")
-        if not ended:
-            console.print(f"the supervisor ended without a word: {run.node_log_path(attempt, 0)}")
-        return
-    who = "the run" if cause["rank"] is None else f"rank {cause['rank']}"
-    lines = [f"failed  {run.id}  after step {step}, exit {code}", f"cause  {who}: {cause['what']}"]
-    lines += [f"place  {cause['place']}"] if cause["place"] else []
-    if cause["victims"]:
-        lines.append(f"followed by rank {', '.join(map(str, cause['victims']))}: victims of the above")
-    lines += [f"log    {cause['log']}"] if cause["log"] else []
-    lines.append(f"next   mend it, then: mgpu resume {run.id}")
-    console.print("\n".join(lines), style="red", markup=False, soft_wrap=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import PlanError, Problem, Refusal, SpecError
@@ -53,22 +54,23 @@ def show_plan(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
         print(f"{label:<14}{text}")
 
 
-def train(path: Path, overrides: Sequence[str], runs_dir: Path) -> int:
+def train(path: Path, overrides: Sequence[str], runs_dir: Path, *, detach: bool = False, as_json: bool = False) -> int:
     """Start a new run and follow it to its end; returns the exit code."""
     loaded = load_spec(path, overrides)
     plan = lay_out(loaded)
     listener = _hold_port(loaded, plan)
     run = RunStore(runs_dir).create(loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path))
-    write_provenance(run, sys.argv, str(path))
-    return _follow(run, 1, loaded, plan, listener)
+    return _follow(run, 1, loaded, plan, listener, detach, as_json, source=str(path))
 
 
-def resume(reference: str, overrides: Sequence[str], runs_dir: Path) -> int:
+def resume(
+    reference: str, overrides: Sequence[str], runs_dir: Path, *, detach: bool = False, as_json: bool = False
+) -> int:
     """Start a new attempt of a run; returns its exit code."""
     run = RunStore(runs_dir).find(reference)
     state = run.state
     if state is State.RUNNING:
-        raise Refusal(f"{run.id} is running", hint="stop it first (Ctrl-C in its terminal)")
+        raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
     if state is State.COMPLETED and not overrides:
         raise Refusal(f"{run.id} is complete", hint="to train on: mgpu resume RUN --set duration='N steps'")
     loaded = load_spec(run.spec_path, overrides)
@@ -77,21 +79,59 @@ def resume(reference: str, overrides: Sequence[str], runs_dir: Path) -> int:
     write_atomic(run.spec_path, loaded.dump())
     write_json(run.plan_path, plan.to_json())
     run.record("resumed", command=sys.argv, overrides=list(overrides))
-    return _follow(run, run.attempts + 1, loaded, plan, listener)
+    return _follow(run, run.attempts + 1, loaded, plan, listener, detach, as_json)
 
 
-def _follow(run: Run, attempt: int, loaded: LoadedSpec, plan: Plan, listener: socket.socket) -> int:
-    from mgpu.launch.front import Front, refusals, report
+def _follow(
+    run: Run,
+    attempt: int,
+    loaded: LoadedSpec,
+    plan: Plan,
+    listener: socket.socket,
+    detach: bool,
+    as_json: bool,
+    source: str | None = None,
+) -> int:
+    """Start the node at once, and prepare the rest while it imports torch."""
+    from mgpu.launch.front import Front, refusals
+    from mgpu.launch.reaping import reap_leftovers
+    from mgpu.launch.report import as_json as json_report
+    from mgpu.launch.report import print_report
 
-    front = Front(run, attempt)
-    front.console.print(f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False)
-    for note in plan.notes:
-        front.console.print(note, markup=False)
-    code = front.watch(listener, resume_step=run.last_step)
+    front = Front(run, attempt, detach=detach, say_id=not as_json)
+    front.listen()
+    reaped = reap_leftovers(run)
+    front.start(listener)
+    try:
+        if source is not None:
+            write_provenance(run, sys.argv, source)
+        front.console.print(
+            f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False
+        )
+        for note in (*plan.notes, *stale_names(os.environ), *reaped):
+            front.console.print(note, markup=False)
+    except BaseException:
+        front.abandon()
+        raise
+    code = front.watch(resume_step=run.last_step)
     faults = refusals(run)
     if faults:
         if attempt == 1:
             shutil.rmtree(run.path)
         raise SpecError(loaded.problem(tuple(f["key"]), f["message"], f["hint"]) for f in faults)
-    report(run, attempt, code, front.console)
+    if as_json:
+        print(json.dumps(json_report(run, code), indent=2))
+    if detach and code == 0:
+        front.console.print(f"runs on by itself; mgpu logs -f {run.id} · mgpu stop {run.id}", markup=False)
+    else:
+        print_report(run, attempt, code, front.console)
     return code
+
+
+def stale_names(environ: Mapping[str, str]) -> list[str]:
+    """One warning of what the shell has set and every rank is about to get anew."""
+    found = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in environ]
+    if not found:
+        return []
+    verb = "is" if len(found) == 1 else "are"
+    return [f"warning: {', '.join(found)} {verb} set in the shell; each rank gets its own value"]

@@ -33,6 +33,7 @@ class Context:
     """One rank's surroundings, given to strategies and tasks.
 
     `loss_scale` is a power of two that keeps summed losses near 1 before `backward`; it is taken out again exactly.
+    `exact` asks for the same bits in any layout.
     """
 
     rank: int
@@ -50,6 +51,14 @@ class Context:
     compile: bool | str = False
     """Compile the model's blocks; a text is the name of a torch.compile backend."""
     activation_checkpointing: str = "none"
+    exact: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating-point tensors of the model and of a batch are turned into; None leaves them as they are."""
+        import torch
+
+        return torch.float64 if self.precision == "fp64" else None
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The arithmetic of the forward pass: autocast for bf16 and fp16, nothing else."""
@@ -133,6 +142,10 @@ class Trainable:
 
         return {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
 
+    def micro_batch(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around the forward pass of each micro batch."""
+        return contextlib.nullcontext()
+
     def settle(self) -> None:
         """Back to how parameters lie between steps, after passes without a backward."""
 
@@ -162,6 +175,8 @@ class Strategy(abc.ABC):
     Options: ClassVar[type[StrategyOptions]] = StrategyOptions
     uneven_replicas: ClassVar[bool] = True
     """Whether replicas may run different numbers of micro batches in one step."""
+    exact_numerics: ClassVar[bool] = False
+    """Whether the strategy has `numerics: exact`."""
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
@@ -189,7 +204,7 @@ class Strategy(abc.ABC):
         """The model as `build` takes it: by default whole, with its weights, on the device."""
         from mgpu.parallel._blocks import prepare_blocks
 
-        return prepare_blocks(make().to(context.device), context)
+        return prepare_blocks(make().to(context.device, context.dtype), context)
 
     def scaler(self, context: Context) -> Any:
         """What scales the losses of fp16; all ranks skip the same steps."""
@@ -226,7 +241,7 @@ def backward_one(trainable: Trainable, micro_batch: MicroBatch, weight: float = 
 
     context = trainable.context
     context.reseed(micro_batch.seed)
-    with context.autocast():
+    with context.autocast(), trainable.micro_batch():
         loss_sum, units = trainable.task.loss(trainable.module, micro_batch.batch)
     scaled = loss_sum * (context.loss_scale * weight)
     (context.scaler.scale(scaled) if context.scaler else scaled).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from mgpu.errors import PlanError
+from mgpu.parallel import _exact
 from mgpu.parallel._compression import compress, load_powersgd, powersgd_tensors
 from mgpu.parallel._running import RunningStatistics
 from mgpu.parallel.base import (
@@ -61,6 +63,7 @@ class Ddp(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, weighted by units."""
 
     Options: ClassVar[type[StrategyOptions]] = DdpOptions
+    exact_numerics: ClassVar[bool] = True
 
     def replicas(self, world: int) -> int:
         return world
@@ -82,6 +85,10 @@ class Ddp(Strategy):
         return (f"compress {compress}: results depend on the number of ranks, to the precision of what travels",)
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
+        if context.world > 1:
+            _share_weights(model)
+        if context.exact:
+            return _exact.lay_out(model, task, context)
         if context.world == 1:
             return Trainable(model=model, module=model, task=task, context=context)
         from torch.nn.parallel import DistributedDataParallel
@@ -93,9 +100,9 @@ class Ddp(Strategy):
             bucket_cap_mb=self.options.bucket_mb,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             static_graph=self.options.static_graph,
+            **_without_buffer_broadcasts(),
             find_unused_parameters=self.options.unused_parameters,
         )
-        ddp.broadcast_buffers = False  # once at the start is enough: running statistics are composed after each step
         if not self.options.unused_parameters:
             settle_buckets(ddp)
         powersgd = None
@@ -116,6 +123,8 @@ class Ddp(Strategy):
         from torch.nn.parallel import DistributedDataParallel
 
         context = trainable.context
+        if context.exact:
+            return _exact.forward_backward(trainable, window)
         overlapped = isinstance(trainable.module, DistributedDataParallel) and min(window.counts) > 0
         mine = window.counts[context.replica]
         sums = torch.zeros(2, dtype=torch.float64, device=context.device)
@@ -130,6 +139,22 @@ class Ddp(Strategy):
         averaged_over = context.replicas if overlapped else 1
         scale_gradients(trainable.parameters, averaged_over / (totals.units * context.loss_scale))
         return totals
+
+
+def _without_buffer_broadcasts() -> dict[str, Any]:
+    """Running statistics are shared by micro batch, and a drift of other buffers is caught: none are sent at each forward."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    names = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
+def _share_weights(model: nn.Module) -> None:
+    """Every rank begins with rank 0's parameters and buffers, as under DistributedDataParallel."""
+    import torch
+
+    for value in (*model.parameters(), *model.buffers()):
+        torch.distributed.broadcast(value.detach(), 0)
 
 
 def _without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mgpu.errors import PlanError
+from mgpu.parallel import _exact
 from mgpu.parallel.base import (
     Context,
     StepLoss,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 class Single(Strategy):
     """One process on one device."""
 
+    exact_numerics: ClassVar[bool] = True
+
     def replicas(self, world: int) -> int:
         if world != 1:
             raise PlanError(
@@ -34,11 +37,15 @@ class Single(Strategy):
         return 1
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
+        if context.exact:
+            return _exact.lay_out(model, task, context)
         return Trainable(model=model, module=model, task=task, context=context)
 
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         import torch
 
+        if trainable.context.exact:
+            return _exact.forward_backward(trainable, window)
         sums = torch.zeros(2, dtype=torch.float64, device=trainable.context.device)
         for micro_batch in window.micro_batches:
             sums += backward_one(trainable, micro_batch)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mgpu.errors import PlanError, Problem, SpecError, UnknownName
 from mgpu.parallel.base import Layout, Strategy
-from mgpu.plan.devices import choose_devices
+from mgpu.plan.devices import Devices, binding_text, choose_devices
 from mgpu.plugins import find_plugin, plugin_names
 from mgpu.spec.models import RunSpec
 from mgpu.topology import Topology
@@ -41,6 +41,9 @@ class Plan:
     unit: str = "sample"
     port: int = 0
     notes: tuple[str, ...] = ()
+    placement: str = ""
+    cpus: tuple[tuple[int, ...], ...] = ()
+    """The CPUs of each rank, empty for a rank that is not bound; none at all where no rank is."""
     mesh: dict[str, int] = field(default_factory=dict)
     processes: int = 0
     """Ranks; 0 means one a device."""
@@ -64,6 +67,7 @@ class Plan:
         }  # fmt: skip
         if self.device == "cuda":
             values["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+            values["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         return {key: str(value) for key, value in values.items()}
 
     def explain(self) -> list[tuple[str, str]]:
@@ -75,6 +79,10 @@ class Plan:
         ]
         if len(self.mesh) > 1:
             rows.insert(1, ("mesh", " x ".join(f"{name} {size}" for name, size in self.mesh.items())))
+        if self.placement:
+            rows.append(("placement", self.placement))
+        if self.cpus:
+            rows.append(("binding", binding_text(self.cpus)))
         if self.size is not None:
             accumulation = "/".join(map(str, sorted(set(self.counts), reverse=True)))
             rows.append(("batch", f"{self.size} = micro {self.micro} x {sum(self.counts)} micro batches a step"))
@@ -91,8 +99,11 @@ class Plan:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
         names = {field.name for field in dataclasses.fields(cls)}
-        known = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items() if key in names}
-        return cls(**known)  # type: ignore[arg-type]
+        return cls(**{key: _tuples(item) for key, item in value.items() if key in names})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def make_strategy(spec: RunSpec) -> Strategy:
@@ -119,8 +130,14 @@ def make_strategy(spec: RunSpec) -> Strategy:
 def make_plan(spec: RunSpec, topology: Topology) -> Plan:
     """Lay `spec` onto the machine; PlanError or SpecError where it does not fit."""
     strategy = make_strategy(spec)
+    if spec.numerics == "exact" and not strategy.exact_numerics:
+        raise PlanError(
+            f"numerics exact is not there for strategy {spec.parallel.strategy}",
+            key=("numerics",),
+            hint="write fast, or strategy ddp or single",
+        )
     micro_batches = spec.batch.size // spec.batch.micro_size if spec.batch else None
-    devices = choose_devices(spec.devices, topology, micro_batches)
+    devices = choose_devices(spec.devices, topology, micro_batches, lambda world: world // strategy.replicas(world))
     world = strategy.processes(len(devices.names))
     replicas = strategy.replicas(world)
     counts = _counts(spec, strategy, replicas)
@@ -133,7 +150,7 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         devices=devices.names,
         backend=_backend(strategy.options.backend, devices.kind),
         replicas=replicas,
-        threads=max(1, len(topology.cpus) // world),
+        threads=_threads(spec, topology, devices, world),
         grace=spec.watchdog.grace.seconds,
         size=spec.batch.size if spec.batch else None,
         micro=spec.batch.micro_size if spec.batch else None,
@@ -142,10 +159,21 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
         duration=str(spec.duration) if spec.duration else None,
         unit=str(spec.task.args.get("unit", "token" if spec.task.target.endswith(":NextByte") else "sample")),
         port=port,
-        notes=((devices.note,) if devices.note else ()) + told,
+        notes=devices.notes + told,
+        placement=devices.placement,
+        cpus=devices.cpus,
         mesh=strategy.mesh(world),
         processes=world,
     )
+
+
+def _threads(spec: RunSpec, topology: Topology, devices: Devices, world: int) -> int:
+    """CPU threads a rank. Sums over threads have an order, so `exact` takes a number that no layout changes."""
+    if spec.threads is not None:
+        return spec.threads
+    if spec.numerics == "exact":
+        return 1
+    return max(1, min([len(topology.cpus) // world, *(len(cpus) for cpus in devices.cpus if cpus)]))
 
 
 def _counts(spec: RunSpec, strategy: Strategy, replicas: int) -> tuple[int, ...]:

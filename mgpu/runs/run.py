@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -75,6 +76,23 @@ class Run:
     def failure_path(self, attempt: int, rank: int) -> Path:
         """Where a rank that fails leaves its error. The folder may not exist yet."""
         return self.path / "failures" / str(attempt) / f"rank-{rank}.json"
+
+    def stacks_path(self, attempt: int, rank: int) -> Path:
+        """Where the stacks of a rank that hung are written. The folder may not exist yet."""
+        return self.failure_path(attempt, rank).with_suffix(".stacks.txt")
+
+    def collectives_path(self, attempt: int, rank: int) -> Path:
+        """Where the flight recorder of a rank that hung is written. The folder may not exist yet."""
+        return self.failure_path(attempt, rank).with_suffix(".collectives.json")
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the published checkpoints, newest first; whether they are whole is not looked at."""
+        found = (re.fullmatch(r"step-(\d+)", path.name) for path in self.checkpoints.glob("step-*"))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def newest_start(self) -> dict[str, Any] | None:
+        """The `attempt_started` event of the newest attempt."""
+        return next((event for event in reversed(self.events()) if event.get("event") == "attempt_started"), None)
 
     def record(self, kind: str, /, **values: Any) -> None:
         """Append an event. It is on disk when this returns."""

@@ -17,7 +17,7 @@ class State(StrEnum):
 
         created ──> queued ──> running ──> completed | failed | interrupted | preempted
            └──────────────────────^ │
-                                    └ ─ ─> lost     (its supervisor is gone; worked out on reading)
+                                    └ ─ ─> lost     (its supervisor is gone; mostly worked out on reading)
     """
 
     CREATED = "created"
@@ -30,13 +30,13 @@ class State(StrEnum):
     LOST = "lost"
 
 
-ENDED = frozenset({State.COMPLETED, State.FAILED, State.INTERRUPTED, State.PREEMPTED})
-"""The states an attempt can end in."""
+ENDED = frozenset({State.COMPLETED, State.FAILED, State.INTERRUPTED, State.PREEMPTED, State.LOST})
+"""The states an attempt can end in. LOST is written where a part of the supervision died and the rest could still tell."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A run as its events tell it. `state` is never LOST: events cannot tell that their writer is gone."""
+    """A run as its events tell it. `state` is rarely LOST: events cannot tell that their writer is gone."""
 
     state: State = State.CREATED
     attempts: int = 0
@@ -46,7 +46,7 @@ class History:
     exit_code: int | None = None
     """What the newest attempt ended with; None before it has."""
     supervisor: Mapping[str, Any] | None = None
-    """The `attempt_started` event of the attempt that has not ended; None when there is none."""
+    """The event of whoever is at work now: `attempt_started`, or `restarting` between two attempts. None when nobody is."""
 
 
 def fold(events: Iterable[Mapping[str, Any]]) -> History:
@@ -60,6 +60,8 @@ def fold(events: Iterable[Mapping[str, Any]]) -> History:
         elif kind == "attempt_started":
             # The count steps in where a torn line took a number with it: no attempt may write over another's logs.
             attempts = max(attempts + 1, whole(event.get("attempt"), 0))
+            state, exit_code, supervisor = State.RUNNING, None, event
+        elif kind == "restarting":
             state, exit_code, supervisor = State.RUNNING, None, event
         elif kind == "attempt_ended":
             state, supervisor = _ending(event.get("state")), None

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from mgpu.errors import Problem, SpecError, suggest
 from mgpu.spec import reader
-from mgpu.spec.models import NOT_YET, RunSpec
+from mgpu.spec.models import RunSpec
 from mgpu.spec.reader import Document, Key, Mark
 
 _REFERENCE = re.compile(r"\$(?:(\$)|\{(?:(\w+):(?!-))?([A-Za-z_]\w*)(?::-([^}]*))?\})")
@@ -79,7 +79,7 @@ def load_spec(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[
     if not problems:
         spec = RunSpec.model_validate(data)
         loaded = LoadedSpec(spec, data, document.marks, shown, path.parent)
-        problems = _later_problems(loaded)
+        problems = _optimizer_problems(loaded)
         if not problems:
             return loaded
     raise SpecError(sorted(dict.fromkeys(problems), key=lambda p: (p.file, p.line, p.column)))
@@ -172,12 +172,14 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _absolute(value: Any, key: Key, folder: Path) -> Any:
-    """`file.py:attribute` and script.path count from the folder of the file that wrote them."""
+    """`file.py:attribute`, script.path and an init_from that is a path count from the folder of the file that wrote them."""
     if not isinstance(value, str):
         return value
     place, colon, attribute = value.rpartition(":")
     if colon and place.endswith(".py") and attribute.isidentifier():
         return f"{(folder / place).resolve()}:{attribute}"
+    if key == ("init_from",):
+        return str((folder / value).resolve()) if (folder / value).exists() else value
     return str((folder / value).resolve()) if key == ("script", "path") else value
 
 
@@ -300,18 +302,12 @@ def _fields(key: Key) -> list[str]:
         if not models:
             return []
         model = models[0]
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def _later_problems(loaded: LoadedSpec) -> list[Problem]:
-    """What the models cannot tell: fields of a later version, and numbers without sense."""
+def _optimizer_problems(loaded: LoadedSpec) -> list[Problem]:
+    """What the models cannot tell: numbers without sense in the optimizer's arguments."""
     problems = []
-    for path, allowed in NOT_YET:
-        value: Any = loaded.spec
-        for name in path:
-            value = getattr(value, name)
-        if value != allowed:
-            problems.append(loaded.problem(path, f"{value} is not available yet"))
     arguments = loaded.spec.optimizer.args if loaded.spec.optimizer else {}
     for name, value in arguments.items():
         key: Key = ("optimizer", "args", name)

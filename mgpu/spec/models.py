@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -41,7 +42,7 @@ class Data(SpecModel):
     """Where samples come from."""
 
     train: BuildTarget
-    """The training data set: an object with `__len__` and `__getitem__`."""
+    """The training data set: an object with `__len__` and `__getitem__`, or an iterable one (torch's IterableDataset)."""
     eval: BuildTarget | None = None
     """The evaluation data set."""
     workers: WholeNumber = Field(default=0, ge=0, le=256)
@@ -50,6 +51,15 @@ class Data(SpecModel):
     """How loader processes are started."""
     collate: BuildTarget | None = None
     """Called with a list of samples, returns a batch (the built object is the function); default: torch's."""
+    sampler: BuildTarget | None = None
+    """Called with the training data set, returns a torch sampler, which gives the order of every epoch in place of mgpu's
+    shuffle. It is listed after seeding from (seed, epoch); one whose order depends on the layout is refused."""
+    sharded: bool = False
+    """An iterable data set that gives each rank (RANK, WORLD_SIZE) and loader worker a part of its own by itself. Default:
+    it gives the same stream to all, and mgpu splits it, so that the layout is no part of the result."""
+    uneven: Literal["use_all", "shortest", "error"] = "use_all"
+    """With `sharded`, where the parts end at different lengths: train on what is left, end the epoch with the shortest
+    part (and say so), or fail naming the lengths."""
 
 
 class Schedule(SpecModel):
@@ -108,13 +118,30 @@ class Parallel(BaseModel):
         return dict(self.model_extra or {})
 
 
+class KeepBest(SpecModel):
+    """Which checkpoint is the best one."""
+
+    metric: str
+    """The name of a metric under `metrics`, or `loss`: as measured on the evaluation data."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high is good."""
+
+
 class Checkpoint(SpecModel):
-    """When to save, and what to keep. A checkpoint is always written at the end of a run and when it is stopped."""
+    """When to save, and what to keep."""
 
     every: CheckpointSpan | None = None
-    """Save after every span of this length; default: only at the end."""
+    """Save after every span of this length, in steps, epochs or minutes; default: only at the end."""
     keep: WholeNumber = Field(default=3, ge=1)
     """How many of the newest checkpoints stay."""
+    keep_best: KeepBest | None = None
+    """Keep the checkpoint with the best value of a metric as well. Only steps that are evaluated can be the best."""
+    keep_every: TrainingSpan | None = None
+    """Keep every checkpoint at a multiple of this span as well."""
+    at_exit: bool = True
+    """Save at the end of the run, and when it is stopped."""
+    asynchronous: bool = Field(default=True, alias="async")
+    """Write in the background while training goes on; otherwise training waits until the checkpoint is on disk."""
 
 
 class Evaluate(SpecModel):
@@ -125,26 +152,50 @@ class Evaluate(SpecModel):
 
 
 class Watchdog(SpecModel):
-    """How long to wait before something is ended."""
+    """How long to wait before something is ended, and which signal asks for that."""
 
-    hang: TimeSpan | None = None
-    """No progress for this long is a hang."""
+    hang: TimeSpan = Span(10, "minutes")
+    """No progress for this long is a hang: the stacks of all ranks are written, the odd one is named, exit 3. Counted from
+    the last step, or evaluation batch. A script is watched from its first `mgpu.train.beat(step)` on."""
+    start: TimeSpan = Span(30, "minutes")
+    """The same for what takes its time: loading before the first step, the first step itself, a save, the end."""
     grace: TimeSpan = Span(30, "seconds")
     """How long a stopped run has to save its checkpoint."""
+    preempt_signal: Literal["USR1", "USR2", "TERM"] = "USR1"
+    """The signal that announces a preemption: save, then exit 75, for a scheduler to start the run again."""
+
+    @property
+    def preempt(self) -> signal.Signals:
+        return signal.Signals[f"SIG{self.preempt_signal}"]
 
 
 class Restart(SpecModel):
-    """New attempts after a failure."""
+    """New attempts after a failure. A run is started again only if it has saved a new checkpoint since its last start (a
+    script: if it ran for a minute), and never for an error that would come again: an import, or the same error at the same
+    step twice."""
 
     max: WholeNumber = Field(default=0, ge=0)
     """How many times a failed run is started again by itself."""
+    window: TimeSpan | None = None
+    """Only restarts within the last span of this length count against `max`; default: all of them."""
+
+
+class Trace(SpecModel):
+    """What `mgpu verify` reads: each of the first steps in full, in trace/rank-<r>.jsonl."""
+
+    steps: WholeNumber = Field(ge=1)
+    """Record this many steps, then end; nothing is evaluated."""
+    samples: WholeNumber | None = Field(default=None, ge=1)
+    """Go through only so many samples an epoch, so that the end of an epoch is among the steps."""
 
 
 class Log(SpecModel):
-    """What is written to metrics.jsonl."""
+    """What is written to metrics.jsonl, and to the logs of the ranks."""
 
     every: WholeNumber = Field(default=1, ge=1)
     """Steps between two logged steps; the last step is always logged."""
+    output_mb: WholeNumber = Field(default=256, ge=1)
+    """A rank's log that grows beyond this many MB is set aside as rank-N.log.1, in place of the one before it."""
 
 
 class ClusterSpec(BaseModel):
@@ -188,8 +239,8 @@ class RunSpec(SpecModel):
     """The global batch."""
     duration: TrainingSpan | None = None
     """How long to train: `N steps` or `N epochs`."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of the forward pass; parameters stay in fp32."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
+    """Arithmetic of the forward pass. Parameters stay in fp32, but for fp64, where all is in double precision."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the whole gradient."""
     compile: bool | str = False
@@ -198,6 +249,8 @@ class RunSpec(SpecModel):
     """What is computed again in backward rather than kept: nothing, all but matrix products, or each whole block."""
     numerics: Literal["fast", "exact"] = "fast"
     """`fast` agrees between layouts to rounding; `exact` to the last bit."""
+    threads: WholeNumber | None = Field(default=None, ge=1, le=1024)
+    """CPU threads of each rank. Default: the CPUs shared out over the ranks; under `exact` 1, the same in every layout."""
     devices: DeviceRequest = DeviceRequest("auto")
     """`auto`, a number of GPUs, a list of GPU indices, or `cpu:N`; `auto:N` takes N GPUs, or N CPU processes without GPUs."""
     parallel: Parallel = Parallel()
@@ -206,12 +259,16 @@ class RunSpec(SpecModel):
     """Saving."""
     evaluate: Evaluate = Evaluate()
     """Evaluation."""
+    init_from: str | None = None
+    """Start from the weights of a run (id, prefix or path), of a checkpoint's folder, or of a safetensors file."""
     restart: Restart = Restart()
     """Automatic new attempts."""
     watchdog: Watchdog = Watchdog()
     """Time limits."""
     log: Log = Log()
     """Logging."""
+    trace: Trace | None = None
+    """Record the first steps in full, then end."""
     loggers: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("console",)
     """Where metrics are shown beside metrics.jsonl."""
     cluster: ClusterSpec = ClusterSpec()
@@ -227,7 +284,8 @@ class RunSpec(SpecModel):
             if missing:
                 raise ValueError(f"missing: {', '.join(missing)} (or give a script)")
             return self
-        extra = sorted({*trained, "task", "metrics", "schedule", "evaluate", "checkpoint"} & self.model_fields_set)
+        others = ("task", "metrics", "schedule", "evaluate", "checkpoint", "init_from")
+        extra = sorted({*trained, *others} & self.model_fields_set)
         if extra:
             raise ValueError(f"a script does its own {', '.join(extra)}: remove them, or remove script")
         return self
@@ -240,6 +298,12 @@ class RunSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _exact_can_be(self) -> RunSpec:
+        if self.numerics == "exact" and self.data is not None and self.data.sharded:
+            raise ValueError("numerics: exact is not possible with data.sharded, where the data depends on the layout")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_data(self) -> RunSpec:
         if self.data is not None and self.data.eval is None:
             if self.evaluate.every is not None:
@@ -248,10 +312,21 @@ class RunSpec(SpecModel):
                 raise ValueError("metrics: are set, but data.eval is not")
         return self
 
-
-NOT_YET: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("numerics",), "fast"),
-    (("restart", "max"), 0),
-    (("watchdog", "hang"), None),
-)
-"""Fields that a later version brings: anything but the value given here is refused, never ignored."""
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> RunSpec:
+        best, every, measured = self.checkpoint.keep_best, self.checkpoint.every, self.evaluate.every
+        if best is None or self.data is None:
+            return self
+        if self.data.eval is None:
+            raise ValueError("checkpoint.keep_best: needs evaluation data, and data.eval is not set")
+        known = sorted({"loss", *self.metrics})
+        if best.metric not in known:
+            raise ValueError(f"checkpoint.keep_best.metric: {best.metric!r} is not measured: {' or '.join(known)}")
+        if every is None or every.unit == "minutes":
+            return self
+        if measured is None or (measured.unit == every.unit and every.count % measured.count):
+            raise ValueError(
+                f"checkpoint.keep_best: a checkpoint every {every} is only compared where it is evaluated: "
+                f"write evaluate.every: {every}"
+            )
+        return self

@@ -1,5 +1,5 @@
 """What the machine has."""
 
-from mgpu.topology.machine import Gpu, Topology
+from mgpu.topology.values import Gpu, Nic, NumaNode, Topology
 
-__all__ = ["Gpu", "Topology"]
+__all__ = ["Gpu", "Nic", "NumaNode", "Topology"]

@@ -1,5 +1,6 @@
 """The worker: what one rank does."""
 
+from mgpu.train.heart import beat
 from mgpu.train.task import Supervised
 
-__all__ = ["Supervised"]
+__all__ = ["Supervised", "beat"]

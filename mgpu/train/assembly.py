@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: forked ranks find it loaded
 import torch.distributed as dist
-import torch.distributed.checkpoint  # forked ranks find it loaded
 
-from mgpu.checkpoint import Checkpointer, Found, restore_state
-from mgpu.data.loading import Course, EvaluationCourse, make_loader
-from mgpu.data.position import BatchGrid, Position
+from mgpu.checkpoint.restore import read_extra, restore
+from mgpu.checkpoint.state import TrainingState
+from mgpu.checkpoint.weights import load_weights
+from mgpu.data.feed import Agreement
+from mgpu.data.position import Position
 from mgpu.data.seeding import seed_everything, weights_seed
-from mgpu.errors import CheckpointError, DataError
+from mgpu.errors import PlanError
 from mgpu.loggers.jsonl import JsonlLogger
+from mgpu.parallel._exact import why_not_exact
 from mgpu.parallel.base import Context, StopVote, Strategy, Trainable
 from mgpu.plan import Plan, make_strategy
 from mgpu.runs import Run
-from mgpu.spec import RunSpec, Span, Target
+from mgpu.spec import RunSpec, Target
 from mgpu.train.census import count_parameters
-from mgpu.train.evaluation import EvaluationData
+from mgpu.train.drift import FrozenSet
+from mgpu.train.feeding import Sources
 from mgpu.train.loop import Training
-from mgpu.train.schedule import LearningRate
+from mgpu.train.saving import Saving, Start, choose_start, make_checkpointer
+from mgpu.train.schedule import learning_rate, total_steps
 from mgpu.train.targets import build
+from mgpu.train.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -43,88 +51,114 @@ class Seat:
     def replica(self) -> int:
         return self.rank * self.plan.replicas // self.plan.world
 
+    def store(self, purpose: str) -> dist.Store:
+        """A new client of the run's store, with keys of this attempt and `purpose` only."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=datetime.timedelta(minutes=5))
+        return dist.PrefixStore(f"attempt-{self.attempt}/{purpose}", store)
+
 
 def assemble(spec: RunSpec, seat: Seat) -> Training:
     """Everything that `seat` trains with; collective over all ranks of the attempt."""
     assert spec.data and spec.model and spec.optimizer and spec.batch and spec.duration
     plan, run = seat.plan, seat.run
+    _fix_kernels(spec)
+    # The writer of checkpoints and the loaders are forked here, before this rank has threads or a device.
+    checkpointer = make_checkpointer(run, spec, plan, seat.rank, seat.attempt, lambda: seat.store("saves"))
     seed_everything(weights_seed(spec.seed))
-    train_data = build(spec.data.train, key=("data", "train"))
-    eval_data = build(spec.data.eval, key=("data", "eval")) if spec.data.eval else None
-    grid = BatchGrid(n=len(train_data), size=spec.batch.size, micro=spec.batch.micro_size, last=spec.batch.last)
-    if grid.batches_per_epoch == 0:
-        raise DataError(
-            f"{len(train_data)} samples are fewer than one batch of {spec.batch.size}, and batch.last is drop"
-        )
-    checkpointer = Checkpointer(run.checkpoints, spec.checkpoint.keep)
-    found = _newest(run, checkpointer, seat.rank)
-    position = Position.from_json(found.data["position"]) if found else Position()
-    epochs = spec.duration.count if spec.duration.unit == "epochs" else None
-    course = Course(grid, spec.seed, position, seat.replica, plan.replicas, epochs)
-    # Loader processes are forked here, before this rank has threads or a device.
-    batches = iter(_loader(train_data, course, spec, plan, spec.data.workers))
+    sources = Sources(spec)
+    start = choose_start(run, spec.init_from, seat.rank, (lambda: seat.store("start")) if plan.world > 1 else None)
+    position = Position.from_json(start.checkpoint.data["position"]) if start.checkpoint else Position()
+    position = sources.grid.settle(position)
+    epochs = spec.duration.count if spec.duration.unit == "epochs" and not spec.trace else None
+    device = _device(seat)
+    feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), _warn(seat))
+    evaluation = sources.evaluation_feed(seat.replica, plan.replicas, device)
+    _join(seat, device)
     strategy = make_strategy(spec)
-    context = _context(spec, seat, strategy, _join(seat))
-    trainable = _lay_out(spec, strategy, context)
+    context = _context(spec, seat, strategy, device)
+    trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
+    trainable = _lay_out(spec, strategy, context, trace)
     optimizer = _optimizer(spec.optimizer, trainable)
-    if found:
-        strategy.load_state(trainable, restore_state(found, trainable, optimizer))
-        if context.scaler is not None and found.data.get("scaler"):
-            context.scaler.load_state_dict(found.data["scaler"])
-    total = spec.duration.count * (grid.batches_per_epoch if epochs else 1)
+    state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None)
+    mine = f"rank-{seat.rank}."
+    _begin(start, state, strategy, trainable, mine, seat)
     parameters = count_parameters(trainable)
-    evaluation = None
-    if eval_data is not None:
-        keys = EvaluationCourse(len(eval_data), spec.batch.micro_size, context.replica, plan.replicas)
-        evaluation = EvaluationData(_loader(eval_data, keys, spec, plan, workers=0), keys.counts)
+    total = total_steps(spec, sources.steps_per_epoch)
     return Training(
         spec=spec,
         run=run,
         strategy=strategy,
         trainable=trainable,
         optimizer=optimizer,
-        rate=_rate(spec, grid, total),
-        course=course,
-        batches=batches,
+        rate=learning_rate(spec, sources.steps_per_epoch),
+        feed=feed,
         evaluation=evaluation,
-        metrics={
-            name: build(target, key=("metrics", name)).to(context.device) for name, target in spec.metrics.items()
-        },
-        checkpointer=checkpointer,
+        metrics={name: _metric(target, name, device) for name, target in spec.metrics.items()},
+        saving=Saving(
+            spec.checkpoint,
+            checkpointer,
+            state,
+            context,
+            lambda: {mine + name: value for name, value in strategy.state(trainable).items()},
+        ),
         logger=_logger(seat, position, total, parameters) if seat.rank == 0 else None,
         position=position,
         total_steps=total,
+        epochs=epochs,
+        trace=trace,
+        frozen=FrozenSet(trainable),
     )
 
 
-def _lay_out(spec: RunSpec, strategy: Strategy, context: Context) -> Trainable:
+def _fix_kernels(spec: RunSpec) -> None:
+    """Under `exact`: only kernels that give the same bits every time, chosen without trying which is faster."""
+    if spec.numerics == "exact":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; without it its sums vary
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _warn(seat: Seat) -> Callable[[str], None]:
+    def warn(text: str) -> None:
+        if seat.rank == 0:
+            seat.run.record("note", text=text)
+
+    return warn
+
+
+def _metric(target: Target, name: str, device: torch.device) -> Any:
+    metric = build(target, key=("metrics", name))
+    return metric.to(device) if hasattr(metric, "to") else metric
+
+
+def _lay_out(spec: RunSpec, strategy: Strategy, context: Context, trace: Trace | None) -> Trainable:
     """The model, drawn from the same seed in every layout, laid over the ranks."""
 
     def make() -> torch.nn.Module:
         assert spec.model
         seed_everything(weights_seed(spec.seed))
         model: torch.nn.Module = build(spec.model, key=("model",))
-        return model
+        if context.exact and (reason := why_not_exact(model)):
+            raise PlanError(f"numerics: the model cannot be exact: {reason}")
+        return model.to(context.dtype) if context.dtype else model
 
-    return strategy.build(strategy.materialize(make, context), build(spec.task, key=("task",)), context)
-
-
-def _newest(run: Run, checkpointer: Checkpointer, rank: int) -> Found | None:
-    found, warnings = checkpointer.latest()
-    for warning in warnings if rank == 0 else ():
-        run.record("note", text=f"checkpoint {warning}")
-    if found is None and checkpointer.steps():
-        raise CheckpointError("no checkpoint of this run is whole", hint="the notes above say what is damaged")
-    return found
+    task = build(spec.task, key=("task",))
+    return strategy.build(strategy.materialize(make, context), trace.listen(task) if trace else task, context)
 
 
-def _loader(samples: Any, keys: Any, spec: RunSpec, plan: Plan, workers: int) -> Any:
-    assert spec.data
-    collate = build(spec.data.collate) if spec.data.collate else None
-    pin = plan.device == "cuda"
-    return make_loader(
-        samples, keys, spec.seed, workers=workers, start=spec.data.start, collate=collate, pin=pin
-    )  # fmt: skip
+def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Trainable, mine: str, seat: Seat) -> None:
+    """Load what the training starts from; what differs from the spec in force is told. `mine`: names of this rank's extras."""
+    if start.weights is not None:
+        load_weights(start.weights, state.model)
+    if start.checkpoint is None:
+        return
+    notes = restore(start.checkpoint, state)
+    strategy.load_state(trainable, read_extra(start.checkpoint, mine))
+    scaler = trainable.context.scaler
+    if scaler is not None and start.checkpoint.data.get("scaler"):
+        scaler.load_state_dict(start.checkpoint.data["scaler"])
+    for note in notes if seat.rank == 0 else ():
+        seat.run.record("note", text=note)
 
 
 def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device) -> Context:
@@ -142,6 +176,7 @@ def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device
         devices=_devices(seat.plan, device),
         compile=spec.compile,
         activation_checkpointing=spec.activation_checkpointing,
+        exact=spec.numerics == "exact",
     )
     scaler = strategy.scaler(context) if spec.precision == "fp16" else None
     return dataclasses.replace(context, scaler=scaler)
@@ -154,7 +189,7 @@ def _devices(plan: Plan, device: torch.device) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", index) if plan.device == "cuda" else device for index in range(len(plan.devices)))
 
 
-def _logger(seat: Seat, position: Position, total: int, parameters: dict[str, Any]) -> JsonlLogger:
+def _logger(seat: Seat, position: Position, total: int | None, parameters: dict[str, Any]) -> JsonlLogger:
     logger = JsonlLogger()
     logger.open(seat.run, resume_step=position.step)
     seat.run.record("training", attempt=seat.attempt, start_step=position.step, total_steps=total, **parameters)
@@ -175,25 +210,20 @@ def _optimizer(target: Target, trainable: Trainable) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _rate(spec: RunSpec, grid: BatchGrid, total: int) -> LearningRate:
-    warmup: Span | None = spec.schedule.warmup
-    steps = 0 if warmup is None else warmup.count * (grid.batches_per_epoch if warmup.unit == "epochs" else 1)
-    return LearningRate(warmup=steps, total=total, shape=spec.schedule.shape, floor=spec.schedule.floor)
+def _device(seat: Seat) -> torch.device:
+    return torch.device("cuda", seat.rank) if seat.plan.device == "cuda" else torch.device("cpu")
 
 
-def _join(seat: Seat) -> torch.device:
-    """Join the process group through the store that the launcher holds; the rank's own device."""
+def _join(seat: Seat, device: torch.device) -> None:
+    """Join the process group through the store that the launcher holds."""
     plan = seat.plan
-    device = torch.device("cuda", seat.rank) if plan.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if plan.world > 1:
-        store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=datetime.timedelta(minutes=5))
         dist.init_process_group(
             plan.backend,
-            store=dist.PrefixStore(f"attempt-{seat.attempt}", store),
+            store=seat.store("group"),
             rank=seat.rank,
             world_size=plan.world,
             device_id=device if device.type == "cuda" else None,
         )
-    return device

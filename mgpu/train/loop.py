@@ -18,17 +18,22 @@ from typing import Any
 
 import torch
 
-from mgpu.checkpoint import Checkpointer, gather_state
-from mgpu.data.loading import Course, Share, to_device
+from mgpu.data.feed import Feed, Turn
+from mgpu.data.loading import to_device
 from mgpu.data.position import Position
 from mgpu.data.seeding import micro_batch_seed
 from mgpu.loggers.jsonl import JsonlLogger
 from mgpu.parallel.base import MicroBatch, StepLoss, Strategy, Trainable, Window
 from mgpu.runs import Run
-from mgpu.spec import RunSpec, Span
-from mgpu.train.drift import refuse_drift, refuse_unfrozen
-from mgpu.train.evaluation import EvaluationData, evaluate
+from mgpu.runs.heartbeat import Phase
+from mgpu.spec import RunSpec
+from mgpu.train.drift import FrozenSet, check_alike
+from mgpu.train.evaluation import evaluate
+from mgpu.train.feeding import EvaluationFeed
+from mgpu.train.heart import beat, beating
+from mgpu.train.saving import Saving, has_ended
 from mgpu.train.schedule import LearningRate
+from mgpu.train.trace import Trace
 
 
 @dataclass
@@ -41,56 +46,68 @@ class Training:
     trainable: Trainable
     optimizer: torch.optim.Optimizer
     rate: LearningRate
-    course: Course
-    batches: Iterator[Any]
-    evaluation: EvaluationData | None
+    feed: Feed
+    evaluation: EvaluationFeed | None
     metrics: dict[str, Any]
-    checkpointer: Checkpointer
+    saving: Saving
     logger: JsonlLogger | None
     position: Position
-    total_steps: int
+    total_steps: int | None
+    epochs: int | None
+    trace: Trace | None
+    frozen: FrozenSet
 
     def run_to_end(self) -> bool:
         """Train to the end, or to an agreed stop; True if the training is complete."""
         clock = Clock()
         self.trainable.module.train()
-        trained = self.trainable.trained
-        for share in self.course.shares():
-            if self.position.step >= self.total_steps:
-                break
-            totals = self.strategy.forward_backward(self.trainable, self._window(share))
-            refuse_unfrozen(self.trainable, trained)
-            norm, stepped = self._step()
-            before, self.position = self.position, share.after.stepped(self.position.step + stepped)
+        started_at, phase = self.position.step, Phase.FIRST_STEP
+        for turn in [] if self._is_last(self.position) else self.feed.turns():
+            beat(self.position.step + 1, phase)
+            self.frozen.check(self.position.step)
+            totals = self.strategy.forward_backward(self.trainable, self._window(turn))
+            norm, stepped = self._step(totals)
+            phase = Phase.TRAINING
+            before, self.position = self.position, turn.after.stepped(self.position.step + stepped)
             done = self._is_last(self.position)
             if stepped and (done or self.position.step % self.spec.log.every == 0):
                 self._log(totals, norm, clock)
-            if not done and self._due(self.spec.evaluate.every, before):
+            if stepped and self.position.step == started_at + 1:
+                self._check_alike()
+            if not done and has_ended(self.spec.evaluate.every, before, self.position):
                 self._evaluate()
-            if not done and self._due(self.spec.checkpoint.every, before, clock):
-                self.save()
+            if not done and self.saving.is_due(before, self.position):
+                self._check_before_save()
+                self.saving.save(self.position)
             if float(totals.stop_votes) > 0 and not done:
-                self.save()
+                self._check_before_save()
+                self.saving.finish(self.position)
                 return False
-        self._evaluate()
-        self.save()
+            if done:
+                break
+        if self.trace is None:
+            self._evaluate()
+        self._check_before_save()
+        self.saving.finish(self.position)
         return True
 
-    def _window(self, share: Share) -> Window:
+    def _window(self, turn: Turn) -> Window:
         context, seed = self.trainable.context, self.spec.seed
 
         def micro_batches() -> Iterator[MicroBatch]:
-            for index in share.micro_indices:
-                batch = to_device(next(self.batches), context.device)
-                yield MicroBatch(micro_batch_seed(seed, share.position.batches, index), batch)
+            for index, batch in self.trace.watch(turn) if self.trace else turn.micro_batches:
+                placed = to_device(batch, context.device, context.dtype)
+                yield MicroBatch(micro_batch_seed(seed, turn.position.batches, index), placed)
 
-        return Window(micro_batches(), share.counts)
+        return Window(micro_batches(), turn.counts)
 
-    def _step(self) -> tuple[torch.Tensor, bool]:
+    def _step(self, totals: StepLoss) -> tuple[torch.Tensor, bool]:
         """Clip and step. With fp16, a gradient that overflowed is skipped: no step is counted."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.rate.factor(self.position.step)
         scaler = self.trainable.context.scaler
+        if self.trace:
+            self.trace.before_step(self.trainable, scaler.get_scale() if scaler else 1.0)
         if scaler is None:
             norm = self.strategy.clip(self.trainable, self.spec.clip_norm)
             self.optimizer.step()
@@ -103,28 +120,24 @@ class Training:
             scaler.update()
             stepped = scaler.get_scale() >= scale
         self.optimizer.zero_grad(set_to_none=True)
+        if self.trace and stepped:
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self.trace.after_step(self.position.step + 1, self.trainable, totals, norm, rates)
         return norm, stepped
 
     def _is_last(self, position: Position) -> bool:
-        return position.step >= self.total_steps or (
-            self.course.epochs is not None and position.epoch >= self.course.epochs
+        return (
+            (self.total_steps is not None and position.step >= self.total_steps)
+            or (self.epochs is not None and position.epoch >= self.epochs)
+            or (self.trace is not None and position.step >= self.trace.steps)
         )
 
-    def _due(self, every: Span | None, before: Position, clock: Clock | None = None) -> bool:
-        """Whether a span of training ended with this step. Time is rank 0's, so that all ranks agree."""
-        if every is None:
-            return False
-        if every.unit == "steps":
-            return self.position.step != before.step and self.position.step % every.count == 0
-        if every.unit == "epochs":
-            return self.position.epoch != before.epoch and self.position.epoch % every.count == 0
-        assert clock is not None
-        late = torch.tensor([float(clock.since_save() >= every.seconds)], device=self.trainable.context.device)
-        if self.trainable.context.world > 1:
-            torch.distributed.broadcast(late, 0)
-        if late.item():
-            clock.saved()
-        return bool(late.item())
+    def _check_before_save(self) -> None:
+        beat(self.position.step, Phase.SAVING)
+        self._check_alike()
+
+    def _check_alike(self) -> None:
+        check_alike(self.trainable, self.position.step)
 
     def _log(self, totals: StepLoss, norm: torch.Tensor, clock: Clock) -> None:
         if self.logger is None:
@@ -144,7 +157,10 @@ class Training:
     def _evaluate(self) -> None:
         if self.evaluation is None:
             return
-        values = evaluate(self.trainable, self.evaluation, self.metrics, self.spec.seed)
+        batches = beating(self.evaluation, self.position.step, Phase.EVALUATING)
+        counts = self.evaluation.counts
+        values = evaluate(self.trainable, batches, counts, self.metrics, self.spec.seed)
+        self.saving.measured(self.position.step, values)
         if self.logger is not None:
             self.run.record("evaluated", step=self.position.step, **values)
 
@@ -158,31 +174,12 @@ class Training:
         self.trainable.settle()
         return text
 
-    def save(self) -> None:
-        """A checkpoint of this step, by all ranks together."""
-        started = time.monotonic()
-        refuse_drift(self.trainable)
-        tensors, plain = gather_state(self.trainable, self.optimizer)
-        rank = self.trainable.context.rank
-        own = self.strategy.state(self.trainable)
-        tensors.update({f"strategy.rank-{rank}.{name}": value for name, value in own.items()})
-        scaler = self.trainable.context.scaler
-        data = {
-            "position": self.position.to_json(),
-            "optimizer": plain,
-            "scaler": scaler.state_dict() if scaler else None,
-        }
-        path = self.checkpointer.save(self.position.step, tensors, data)
-        if self.logger is not None:
-            seconds = round(time.monotonic() - started, 3)
-            self.run.record("saved", step=self.position.step, path=str(path.name), seconds=seconds)
-
 
 class Clock:
     """Rates since the last logged step, on the monotonic clock."""
 
     def __init__(self) -> None:
-        self._started = self._last = self._save = time.monotonic()
+        self._started = self._last = time.monotonic()
         self._samples: int | None = None
 
     def rates(self, samples: int, units: float) -> dict[str, float]:
@@ -195,9 +192,3 @@ class Clock:
             rates["units_per_s"] = units / span
         self._last, self._samples = now, samples
         return rates
-
-    def since_save(self) -> float:
-        return time.monotonic() - self._save
-
-    def saved(self) -> None:
-        self._save = time.monotonic()

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
-from mgpu.errors import Refusal
+from mgpu.data.sampling import why_not_layout_free
+from mgpu.errors import DataError, MgpuError
+from mgpu.parallel._exact import why_not_exact
 from mgpu.parallel.base import Layout, Strategy
 from mgpu.plan import Plan, make_strategy
 from mgpu.spec import RunSpec, Target
+from mgpu.train.feeding import is_indexed
+from mgpu.train.schedule import learning_rate
 from mgpu.train.targets import TargetError, build, check
 
 Fault = dict[str, Any]
@@ -25,6 +29,7 @@ def preflight(spec: RunSpec, plan: Plan) -> list[Fault]:
         (spec.task, ("task",), 0),
         (spec.optimizer, ("optimizer",), 1),
         (spec.data.collate, ("data", "collate"), 0),
+        (spec.data.sampler, ("data", "sampler"), 1),
         (spec.data.train, ("data", "train"), 0),
         (spec.data.eval, ("data", "eval"), 0),
         *((target, ("metrics", name), 0) for name, target in spec.metrics.items()),
@@ -37,41 +42,62 @@ def preflight(spec: RunSpec, plan: Plan) -> list[Fault]:
     ]
     if faults:
         return faults
-    for target, key in ((spec.data.train, ("data", "train")), (spec.data.eval, ("data", "eval"))):
-        if target is not None:
-            faults += _attempt(lambda t=target, k=key: _open(t, k), key)
-    return faults or _attempt(lambda: _lay_out(spec, plan), ("parallel",))
+    faults = _attempt(lambda: _open_training(spec), ("data", "train"))
+    if spec.data.eval is not None:
+        target = spec.data.eval
+        faults += _attempt(lambda: _open(target, ("data", "eval")), ("data", "eval"))
+    return faults or _attempt(lambda: _check_model(spec, plan), ("model",))
 
 
-def _lay_out(spec: RunSpec, plan: Plan) -> None:
-    """Ask the strategy whether it can split this model, built without memory."""
-    strategy = make_strategy(spec)
-    if type(strategy).fits is Strategy.fits:
+def _open_training(spec: RunSpec) -> None:
+    assert spec.data
+    samples = _open(spec.data.train, ("data", "train"))
+    length = len(samples) if hasattr(samples, "__len__") else None
+    if spec.data.sharded and is_indexed(samples):
+        raise TargetError(("data", "sharded"), "is for iterable data sets; this one is split by mgpu", "leave it out")
+    if spec.data.sampler is not None:
+        if not is_indexed(samples):
+            raise TargetError(("data", "sampler"), "an iterable data set has an order of its own", "leave it out")
+        sampler = build(spec.data.sampler, samples, key=("data", "sampler"))
+        reason = why_not_layout_free(sampler, spec.seed)
+        if reason:
+            raise TargetError(("data", "sampler"), reason)
+        length = len(sampler)
+    try:
+        learning_rate(spec, None if length is None else -(-length // spec.batch.size) if spec.batch else None)
+    except DataError as error:
+        raise TargetError(("schedule",), error.message, error.hint) from error
+
+
+def _open(target: Target, key: tuple[str | int, ...]) -> Any:
+    samples = build(target, key=key)
+    if not is_indexed(samples) and not hasattr(samples, "__iter__"):
+        raise TargetError(key, f"{target.target} has neither __getitem__ and __len__ nor __iter__")
+    if hasattr(samples, "__len__") and len(samples) == 0:
+        raise TargetError(key, f"{target.target} is empty")
+    return samples
+
+
+def _check_model(spec: RunSpec, plan: Plan) -> None:
+    """Ask whether this model, built without memory, can be laid out as the plan says. The ranks look again."""
+    strategy, is_exact = make_strategy(spec), spec.numerics == "exact"
+    if spec.model is None or (type(strategy).fits is Strategy.fits and not is_exact):
         return
-    assert spec.model
     try:
         with torch.device("meta"):
             model = build(spec.model, key=("model",))
     except Exception as error:  # code that reads values while it builds; the ranks build it with values
         print(f"the model cannot be built without memory, so that its split is not checked: {error}")
         return
+    if is_exact and (reason := why_not_exact(model)):
+        raise TargetError(("numerics",), f"the model cannot be exact: {reason}")
     strategy.fits(model, Layout(spec, plan.device, len(plan.devices), plan.counts))
-
-
-def _open(target: Target, key: tuple[str | int, ...]) -> None:
-    samples = build(target, key=key)
-    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-        raise TargetError(
-            key, f"{target.target} has no __len__ and __getitem__: data sets of that kind are not available yet"
-        )
-    if len(samples) == 0:
-        raise TargetError(key, f"{target.target} is empty")
 
 
 def _attempt(action: Any, key: tuple[str | int, ...]) -> list[Fault]:
     try:
         action()
-    except Refusal as refusal:
+    except MgpuError as refusal:
         return [{"key": list(getattr(refusal, "key", key)), "message": refusal.message, "hint": refusal.hint}]
     except Exception as error:  # user code may raise anything while it opens its data
         return [{"key": list(key), "message": f"{type(error).__name__}: {error}", "hint": ""}]

@@ -5,14 +5,19 @@ Imported by the spawner before it forks, so it runs no torch op itself.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import faulthandler
+import io
 import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -22,104 +27,186 @@ from mgpu.files import write_json
 from mgpu.parallel.base import StopVote
 from mgpu.plan import Plan
 from mgpu.runs import Run
+from mgpu.runs.heartbeat import Board, Ended, Heart, Phase
+from mgpu.runs.requests import REOPEN_SIGNAL, STACKS_SIGNAL
 from mgpu.spec import RunSpec, load_spec
-from mgpu.train.assembly import Seat, assemble
+from mgpu.topology.binding import bind_process
+from mgpu.train import heart as heartbeat
+from mgpu.train.failure import collectives, write_failure
 
-PR_SET_PDEATHSIG = 1
+_LINE_BUFFERED = 1
+_STALE = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_rank(rank: int, path: str, attempt: int, port: int) -> None:
-    """The body of the rank's process. Every error is written to failures/<attempt>/rank-<r>.json, then exit 1."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setpgid(0, 0)
-    run = Run(Path(path))
+@dataclass(frozen=True)
+class Start:
+    """What a rank is told by the spawner it is forked from. `requests` is a pipe: a byte in it asks for the collectives."""
+
+    path: str
+    attempt: int
+    port: int
+    board: int
+    requests: int
+
+
+def run_rank(rank: int, start: Start) -> None:
+    """The body of the rank's process; never returns. Every error is recorded for the judge."""
+    run = Run(Path(start.path))
     plan = Plan.from_json(json.loads(run.plan_path.read_text()))
-    _redirect(run.log_path(attempt, rank))
-    os.environ.update(plan.env(rank), MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ.update(TORCHELASTIC_RUN_ID=run.id, TORCHELASTIC_RESTART_COUNT="0", MGPU_RUN=path)
-    stop = StopVote()
-    _listen_for_stop(stop)
+    heart = Board(start.board, plan.world).heart(rank)
+    spec = load_spec(run.spec_path).spec
+    is_script = spec.script is not None
+    heart.beat(0, Phase.SCRIPT if is_script else Phase.STARTING)
+    heartbeat.attach(heart)
+    _write_to(run.log_path(start.attempt, rank))
+    if plan.cpus:
+        print(f"rank {rank}: {bind_process(plan.cpus[rank])}")
+    _answer_requests(heart, run, start, rank)
+    _set_environment(run, plan, rank, start)
+    torch.set_num_threads(plan.threads)
+    code = 1
     try:
-        spec = load_spec(run.spec_path).spec
         if spec.script is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _run_script(spec.script.path, spec.script.args)
         else:
-            _train(spec, Seat(run, plan, rank, attempt, port, stop))
+            _train(spec, run, plan, rank, start, heart)
+        code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        _leave(code)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        if code:
+            _record(leaving, heart, run, start, rank, code)
     except BaseException as error:  # the rank ends here, and the record is how its end is explained
-        write_failure(run.failure_path(attempt, rank), error, rank)
+        _record(error, heart, run, start, rank, code)
+        _show(error)
+    _leave(code, tidy=is_script or code == 0)
+
+
+def _record(error: BaseException, heart: Heart, run: Run, start: Start, rank: int, code: int) -> None:
+    stamp = time.monotonic_ns()
+    heart.set("failed_ns", stamp)
+    step, phase = heart.get("step"), Phase(heart.get("phase")).words
+    try:
+        path = run.failure_path(start.attempt, rank)
+        write_failure(path, error, rank=rank, step=step, phase=phase, monotonic_ns=stamp, code=code)
+    except OSError as fault:  # a full disk must not hide the error that the log is about to show
+        print(f"mgpu: the record of this error could not be written: {fault}", file=sys.stderr)
+
+
+def _show(error: BaseException) -> None:
+    """By the hook that a script has set, if it has; torch's would put the rank before every line of a rank's own log."""
+    of_torch = (sys.excepthook.__module__ or "").startswith("torch.")
+    hook = sys.__excepthook__ if of_torch else sys.excepthook
+    hook(type(error), error, error.__traceback__)
+
+
+def _leave(code: int, *, tidy: bool) -> None:
+    """End at once: a peer that died would otherwise hold up the teardown of the process group.
+
+    `tidy` runs what the user's code has registered for its end (loggers that still hold lines) first.
+    """
+    try:
+        if tidy:
+            if code == 0:
+                threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)
+    except BaseException:  # the exit code is settled; what fails now is only shown
         traceback.print_exc()
-        _leave(1)
-    _leave(0)
+    finally:
+        os._exit(code & 0xFF)
 
 
-def _leave(code: int) -> None:
-    """End at once: a peer that died would otherwise hold up the teardown of the process group."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _redirect(log: Path) -> None:
+def _write_to(log: Path) -> None:
+    """All output, native code's too, goes to `log` unbuffered: a crash loses nothing."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - open for the life of the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+    def reopen(signum: int = 0, frame: FrameType | None = None) -> None:
+        handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.close(handle)
+
+    reopen()
+    sys.stdout = _unbuffered(1, "replace")
+    sys.stderr = _unbuffered(2, "backslashreplace")
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, 0)
+    signal.signal(REOPEN_SIGNAL, reopen)
+    signal.siginterrupt(REOPEN_SIGNAL, False)
+    faulthandler.enable(file=2)
 
 
-def _listen_for_stop(stop: StopVote) -> None:
+def _unbuffered(descriptor: int, errors: str) -> io.TextIOWrapper:
+    raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 - open for the life of the process
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)
+
+
+def _answer_requests(heart: Heart, run: Run, start: Start, rank: int) -> None:
+    """Stacks are written by a handler in C; the flight recorder by a thread, which sleeps until it is asked."""
+    stacks = os.memfd_create("mgpu-stacks")
+    os.set_inheritable(stacks, False)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+    heart.set("stacks", stacks)
+    heart.set("pid", os.getpid())
+
+    def answer() -> None:
+        while os.read(start.requests, 1):
+            path = run.collectives_path(start.attempt, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, collectives())
+
+    threading.Thread(target=answer, name="mgpu-requests", daemon=True).start()
+
+
+def _set_environment(run: Run, plan: Plan, rank: int, start: Start) -> None:
+    """What torchrun would set, over whatever the shell had left."""
+    for name in _STALE:
+        os.environ.pop(name, None)
+    os.environ.update(plan.env(rank), MASTER_PORT=str(start.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(TORCHELASTIC_RUN_ID=run.id, TORCHELASTIC_RESTART_COUNT=str(start.attempt - 1))
+    os.environ.update(TORCHELASTIC_MAX_RESTARTS="0", MGPU_RUN=start.path)
+
+
+def _listen_for_stop(stop: StopVote, heart: Heart, preempt: signal.Signals) -> None:
     def ask(signum: int, frame: FrameType | None) -> None:
         stop.asked = True
+        heart.set("asked", signum)
 
-    signal.signal(signal.SIGTERM, ask)
+    for signum in (signal.SIGTERM, preempt):
+        signal.signal(signum, ask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def write_failure(path: Path, error: BaseException, rank: int) -> None:
-    """Record `error` for the judge: type, text, place in user code, traceback, monotonic stamp."""
-    frames = traceback.extract_tb(error.__traceback__)
-    library = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-    own = [frame for frame in frames if not frame.filename.startswith((*library, "<"))]
-    place = (own or list(frames))[-1] if frames else None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    in_torch = bool(frames) and frames[-1].filename.startswith(library[0])
-    record = {
-        "rank": rank,
-        "type": type(error).__name__,
-        "message": str(error),
-        "place": f"{place.filename}:{place.lineno} in {place.name}" if place else "",
-        "victim": in_torch and isinstance(error, RuntimeError),
-        "monotonic_ns": time.monotonic_ns(),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    write_json(path, record)
-
-
 def _run_script(path: str, args: tuple[str | int | float, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [path, *map(str, args)]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
 
 
-def _train(spec: RunSpec, seat: Seat) -> None:
+def _train(spec: RunSpec, run: Run, plan: Plan, rank: int, start: Start, heart: Heart) -> None:
     """Assemble the training, run it, and say how it ended."""
-    torch.set_num_threads(seat.plan.threads)
+    from mgpu.train.assembly import Seat, assemble
+
+    stop = StopVote()
+    _listen_for_stop(stop, heart, spec.watchdog.preempt)
     if spec.precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-    training = assemble(spec, seat)
+    training = assemble(spec, Seat(run, plan, rank, start.attempt, start.port, stop))
     completed = training.run_to_end()
-    text = training.closing() if completed else None
+    heart.beat(training.position.step, Phase.ENDING)
+    heart.set("ended", Ended.COMPLETED if completed else Ended.STOPPED)
+    text = training.closing() if completed and spec.trace is None else None
     if training.logger is None:
         return
     if text:
-        seat.run.record("note", text=text)
+        run.record("note", text=text)
     outcome = "completed" if completed else "stopped"
-    seat.run.record(outcome, attempt=seat.attempt, step=training.position.step)
+    run.record(outcome, attempt=start.attempt, step=training.position.step)
     training.logger.close(outcome)

@@ -147,7 +147,6 @@ def test_two_runs_at_once_have_ports_of_their_own_and_a_taken_port_is_refused(be
         ("parallel.strategy=dpp", ["parallel.strategy", "did you mean ddp?"]),
         ("parallel.strategy=tensorflow", ["parallel.strategy", "not available yet"]),
         ("cluster.engine=slurm", ["cluster.engine", "not available yet"]),
-        ("numerics=exact", ["numerics", "not available yet"]),
         ("script.path=missing.py", ["script"]),
     ],
 )

@@ -1,0 +1,174 @@
+"""Rank 0's half of a save: out of the parts of all ranks makes a checkpoint, or nothing at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+from mgpu.checkpoint.folder import CheckpointFolder
+from mgpu.checkpoint.layout import Layout
+from mgpu.checkpoint.manifest import DATA, MANIFEST, METADATA, FileRecord, Manifest
+from mgpu.checkpoint.retention import Retention
+from mgpu.checkpoint.shard import HashedFile, Part, explain, first_error
+from mgpu.errors import CheckpointError
+from mgpu.files import json_text
+
+Record = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One save, as the ranks ask their writers for it. `number` counts the saves of an attempt.
+
+    `error` is why this rank has no snapshot to write. `stall` and `waited` are the seconds that training stood still for
+    the snapshot, and for the save before.
+    """
+
+    number: int
+    step: int
+    token: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    position: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stall: float = 0.0
+    waited: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended, alike on all ranks; `error` is empty if the checkpoint is published. Sizes in bytes."""
+
+    step: int
+    error: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Publishes for one attempt. `record` appends an event to the run; `plan` and `versions` go into manifests."""
+
+    folder: CheckpointFolder
+    retention: Retention
+    record: Record
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def publish(self, order: Order, layout: Layout, parts: Sequence[Part]) -> Outcome:
+        """Parts → data.json, .metadata → manifest.json → rename → event → retention; on any error, nothing is left."""
+        started = time.monotonic()
+        partial = self.folder.partial_of(order.step, order.token)
+        try:
+            manifest = self._complete(partial, order, layout, parts)
+            final = self.folder.publish(partial, order.step)
+        except (OSError, CheckpointError) as error:
+            told = error.message if isinstance(error, CheckpointError) else explain(error, partial, layout.bytes)
+            shutil.rmtree(partial, ignore_errors=True)
+            return self.failed(order, told)
+        seconds = time.monotonic() - started
+        self._tell("saved", step=order.step, path=final.name, seconds=round(order.stall, 3), bytes=manifest.bytes,
+                   waited=round(order.waited, 3))  # fmt: skip
+        try:
+            removed = self.folder.prune(self.retention, order.step)
+        except OSError as error:
+            self._tell("note", text=f"old checkpoints were not removed: {explain(error, self.folder.path)}")
+        else:
+            if removed:
+                self._tell("checkpoints_removed", steps=removed)
+        return Outcome(order.step, bytes=manifest.bytes, seconds=seconds)
+
+    def failed(self, order: Order, error: str) -> Outcome:
+        """Tell of a save that came to nothing."""
+        self._tell("save_failed", step=order.step, error=error)
+        text = f"the checkpoint of step {order.step} was not saved: {error}; earlier ones are untouched"
+        self._tell("note", text=text)
+        return Outcome(order.step, error)
+
+    def _complete(self, partial: Path, order: Order, layout: Layout, parts: Sequence[Part]) -> Manifest:
+        if error := first_error(parts):
+            raise CheckpointError(error)
+        if any(part.step != order.step for part in parts):
+            raise CheckpointError(f"ranks disagree on the step: {[part.step for part in parts]}")
+        for part in parts:
+            if part.file and (partial / part.file).stat().st_size != part.size:
+                raise CheckpointError(f"{part.file} of rank {part.rank} is not what that rank has written")
+        files = {part.file: FileRecord(part.size, part.sha256) for part in parts if part.file}
+        plain = merged([order.data, *(part.plain for part in parts if part.plain)])
+        data = json_text({"step": order.step, **plain}, indent=2) + "\n"
+        files[DATA] = _write(partial / DATA, data.encode())
+        metadata = with_places(layout, parts, self.folder.path_of(order.step))
+        files[METADATA] = _write(partial / METADATA, pickle.dumps(metadata))
+        manifest = Manifest(
+            step=order.step,
+            files=files,
+            position=order.position,
+            metrics=order.metrics,
+            plan=self.plan,
+            versions=self.versions,
+        )
+        _write(partial / MANIFEST, manifest.to_text().encode())
+        return manifest
+
+    def _tell(self, kind: str, **values: Any) -> None:
+        """An event that cannot be written (the disk may be full) goes to the rank's log: it must not end the writer."""
+        try:
+            self.record(kind, **values)
+        except OSError as error:
+            print(f"{kind} {values} (no event: {error})", file=sys.stderr, flush=True)
+
+
+def with_places(layout: Layout, parts: Sequence[Part], final: Path) -> Metadata:
+    """torch's metadata, with the place of every piece. Tied names share the place of their tensor."""
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for part, indices in zip(parts, layout.indices, strict=True):
+        for index, (start, length) in zip(indices, part.places, strict=True):
+            storage[index] = _StorageInfo(part.file, start, length)
+    kinds = dict(layout.metadata.state_dict_metadata)
+    for name, other in layout.tied.items():
+        kinds[name] = kinds[other]
+        for index, place in list(storage.items()):
+            if index.fqn == other:
+                storage[MetadataIndex(name, index.offset, index.index)] = place
+    return Metadata(
+        state_dict_metadata=kinds,
+        planner_data=layout.metadata.planner_data,
+        storage_data=storage,
+        storage_meta=StorageMeta(checkpoint_id=os.fspath(final)),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+def merged(plains: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The plain values of all ranks: mappings are joined, the groups of the optimizer have the parameters of all."""
+    whole = dict(plains[0])
+    for plain in plains[1:]:
+        for key, value in plain.items():
+            if key == "groups":
+                pairs = zip(whole["groups"], value, strict=True)
+                whole["groups"] = [
+                    {**mine, "parameters": list(dict.fromkeys([*mine["parameters"], *theirs["parameters"]]))}
+                    for mine, theirs in pairs
+                ]
+            elif isinstance(value, dict) and isinstance(whole.get(key), dict):
+                whole[key] = merged([whole[key], value])
+            else:
+                whole.setdefault(key, value)
+    return whole
+
+
+def _write(path: Path, content: bytes) -> FileRecord:
+    file = HashedFile(path)
+    file.write(content)
+    return FileRecord(file.size, file.finish())

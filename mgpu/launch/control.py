@@ -1,0 +1,67 @@
+"""What another command may ask of a run that is under way: to stop, and where its ranks are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu.errors import Refusal
+from mgpu.launch.stacks import Stack, collect
+from mgpu.runs import Run, State
+from mgpu.runs.heartbeat import Beat, Board
+from mgpu.spec import load_spec
+
+_POLL_SECONDS = 0.05
+_END_SECONDS = 15.0
+"""Beyond the grace, for the last ones to be ended and the end to be written down."""
+
+
+def stop(run: Run, *, now: bool) -> State:
+    """Ask a run to save and stop, or with `now` to end at once, and wait until it has; the state it ended in."""
+    supervisor = _supervisor(run)
+    pid = int(supervisor["pid"])
+    for _ in range(2 if now else 1):
+        # Two interrupts are what a person in front of it would do; handlers that have not run yet would see but one.
+        os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
+        time.sleep(2 * _POLL_SECONDS if now else 0)
+    grace = 0 if now else load_spec(run.spec_path).spec.watchdog.grace.seconds
+    deadline = time.monotonic() + grace + _END_SECONDS
+    while time.monotonic() < deadline:
+        if run.state is not State.RUNNING:
+            return run.state
+        time.sleep(_POLL_SECONDS)
+    raise Refusal(
+        f"{run.id} does not stop: its supervisor is process {pid}", hint=f"mgpu stop --now {run.id}, or kill {pid}"
+    )
+
+
+def stacks(run: Run) -> dict[int, Stack]:
+    """The stacks of all ranks of a live run, which goes on as before."""
+    _supervisor(run)
+    beats = live_beats(run)
+    if not beats:
+        raise Refusal(
+            f"the ranks of {run.id} cannot be read", hint="only the user who runs it can, on the host it runs on"
+        )
+    return collect(beats)
+
+
+def live_beats(run: Run) -> Mapping[int, Beat]:
+    """Where each rank of a live run stands; empty where that cannot be read from here."""
+    started = run.newest_start()
+    board = Board.of(started) if started is not None and started.get("host") == socket.gethostname() else None
+    return {} if board is None else {rank: beat for rank, beat in board.all().items() if beat.pid}
+
+
+def _supervisor(run: Run) -> Mapping[str, Any]:
+    state = run.state
+    supervisor = run.history().supervisor
+    if state is not State.RUNNING or supervisor is None:
+        raise Refusal(f"{run.id} is not running: {state}", hint=f"see mgpu show {run.id}")
+    if supervisor.get("host") != socket.gethostname():
+        raise Refusal(f"{run.id} runs on {supervisor.get('host')}", hint="ask there")
+    return supervisor

@@ -1,0 +1,91 @@
+"""The last thing a run prints: its result and what to do next, or the cause of its end. For people, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from mgpu.runs import Run, State
+
+
+def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
+    """The result of the newest attempt, from `attempt` on."""
+    ended = _ended(run)
+    state, step = ended.get("state", str(run.state)), run.last_step
+    if state == State.COMPLETED:
+        console.print(f"completed  {run.id}  at step {step}" if step else f"completed  {run.id}", style="green")
+        console.print("next:  mgpu show latest\n       mgpu logs latest\n       mgpu ls")
+        return
+    lines = [f"{state}  {run.id}  {_when(step)}exit {code}"]
+    if not ended:
+        lines[0] += ": its supervisor ended without a word"
+        lines.append(f"log    {run.node_log_path(attempt, 0)}")
+    cause = ended.get("cause")
+    if cause is not None and cause["kind"] != "unfinished" and state in (State.FAILED, State.LOST):
+        lines += cause_lines(cause)
+        if ended.get("not_restarted"):
+            lines.append(f"not restarted: {ended['not_restarted']}")
+        lines.append(f"next   {_mend(cause)}mgpu resume {run.id}")
+        console.print("\n".join(lines), style="red", markup=False, soft_wrap=True)
+        return
+    saved = next(iter(run.checkpoint_steps()), None)
+    lines.append(f"saved  step {saved}" if saved is not None else "saved  nothing: no checkpoint was written yet")
+    lines.append(f"continue:  mgpu resume {run.id}")
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def attempt_lines(run: Run, attempt: int) -> list[str]:
+    """How an attempt failed that is followed by another."""
+    ended = _ended(run, attempt)
+    cause = ended.get("cause")
+    head = f"attempt {attempt} failed  {_when(ended.get('step', 0))}exit {ended.get('exit_code')}"
+    return [head, *(cause_lines(cause) if cause else [])]
+
+
+def cause_lines(cause: dict[str, Any]) -> list[str]:
+    """Rank, host, error, place, who followed, and where to read on."""
+    who = "the run" if cause["rank"] is None else f"rank {cause['rank']}"
+    host = f" on {cause['host']}" if cause.get("host") else ""
+    lines = [f"cause  {who}{host}: {cause['what']}"]
+    lines += [f"place  {cause['place']}"] if cause["place"] else []
+    lines += [f"       {detail}" for detail in cause.get("details", ())]
+    if cause["victims"]:
+        lines.append(f"followed by rank {', '.join(map(str, cause['victims']))}: victims of the above")
+    lines += [f"log    {cause['log']}"] if cause["log"] else []
+    lines += [f"help   {cause['advice']}"] if cause.get("advice") else []
+    return lines
+
+
+def as_json(run: Run, code: int) -> dict[str, Any]:
+    """The same for scripts."""
+    ended = _ended(run)
+    return {
+        "id": run.id,
+        "path": str(run.path),
+        "state": ended.get("state", str(run.state)),
+        "exit_code": code,
+        "attempts": run.attempts,
+        "step": run.last_step,
+        "checkpoint": next(iter(run.checkpoint_steps()), None),
+        "cause": ended.get("cause"),
+        "not_restarted": ended.get("not_restarted"),
+    }
+
+
+def _ended(run: Run, attempt: int | None = None) -> dict[str, Any]:
+    """The newest `attempt_ended` event, unless another attempt began after it."""
+    for event in reversed(run.events()):
+        if event.get("event") == "attempt_started" and attempt is None:
+            return {}
+        if event.get("event") == "attempt_ended" and attempt in (None, event.get("attempt")):
+            return dict(event)
+    return {}
+
+
+def _when(step: int) -> str:
+    return f"after step {step}, " if step else ""
+
+
+def _mend(cause: dict[str, Any]) -> str:
+    return "mend it, then: " if cause["kind"] in ("error", "exit", "left early") else ""

@@ -101,23 +101,30 @@ def main(world):
 
 
 def serve(rank, world, port, commands, answers):
+    """Each command in a fork of its own, as a rank is: a process that has worked can fork no writer or loader safely."""
+    for line in commands:
+        if (child := os.fork()) == 0:
+            answers.write(json.dumps(obey(json.loads(line), rank, world, port)) + "\n")
+            answers.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def obey(command, rank, world, port):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    for line in commands:
-        command = json.loads(line)
-        fault, value = None, None
-        faulthandler.dump_traceback_later(SECONDS * 0.8)
-        try:
-            value = DO[command["do"]](command, rank, world, port)
-        except BaseException:
-            fault = traceback.format_exc()
-        faulthandler.cancel_dump_traceback_later()
-        if dist.is_initialized() and fault is None:
-            dist.destroy_process_group()
-        answers.write(json.dumps({"fault": fault, "value": value}) + "\n")
-        answers.flush()
+    fault, value = None, None
+    faulthandler.dump_traceback_later(SECONDS * 0.8)
+    try:
+        value = DO[command["do"]](command, rank, world, port)
+    except BaseException:
+        fault = traceback.format_exc()
+    faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized() and fault is None:
+        dist.destroy_process_group()
+    return {"fault": fault, "value": value}
 
 
 def train(command, rank, world, port):
@@ -165,11 +172,11 @@ def collectives(command, rank, world, port):
 
     training = assembled(command, rank, port)
     training.trainable.module.train()
-    share = next(iter(training.course.shares()))
+    turn = next(iter(training.feed.turns()))
     mode = CommDebugMode()
     mode.advanced_module_tracker = Untracked()  # its own takes one forward pass and no more
     with mode:
-        training.strategy.forward_backward(training.trainable, training._window(share))
+        training.strategy.forward_backward(training.trainable, training._window(turn))
     return {str(name): count for name, count in mode.get_comm_counts().items()}
 
 

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a receiver must know of a tensor."""
+    """What a receiver must know of a tensor: also which argument it is of the call that it was taken from."""
 
     size: tuple[int, ...]
     kind: torch.dtype
+    leaf: int | None = None
 
 
 class Relay:
@@ -144,7 +145,7 @@ class Relay:
         if pipeline.rank == sender:
             assert value is not None
             value = value.detach().contiguous()
-            shape = Shape(tuple(value.shape), value.dtype)
+            shape = Shape(tuple(value.shape), value.dtype, pipeline.cutting.leaf_of.get(target))
             if key not in self.shapes:
                 dist.send_object_list([shape], dst=self._global(receiver), group=group, device=device)
                 self.shapes[key] = shape
@@ -154,6 +155,8 @@ class Relay:
             told: list[Any] = [None]
             dist.recv_object_list(told, src=self._global(sender), group=group, device=device)
             self.shapes[key] = told[0]
+            if target > source:
+                pipeline.cutting.leaf_of[target] = told[0].leaf
         shape = self.shapes[key]
         received = torch.empty(shape.size, dtype=shape.kind, device=device)
         dist.recv(received, src=self._global(sender), group=group)

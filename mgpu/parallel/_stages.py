@@ -105,6 +105,9 @@ class Cutting:
         self.running: int | None = None
         self.given: Tensor | None = None
         self.shapes: dict[Any, Any] = {}
+        self.blanks: dict[Any, Any] = {}
+        self.leaf_of: dict[int, int] = {}
+        """Which argument of the first call of a stage is handed over, as the stage before it has chosen."""
         self.several = len(own) > 1
         self.forward: Callable[..., Any] = model.forward
         self.absent = {part.name: Absent(part.module) for part in parts if part.stage not in own}
@@ -168,6 +171,11 @@ class Cutting:
                 f"{part.name} of stage {part.stage} needs a value made in an earlier stage: only one tensor is handed "
                 "over, to the first module of a stage; choose other split points"
             )
+        if self.leaf_of.get(part.stage, blanks[0]) != blanks[0]:
+            raise Uncuttable(
+                f"{part.name}, which begins stage {part.stage}, is called with several tensors, and the one that is handed "
+                "over is not the one that it misses; choose other split points"
+            )
         leaves[blanks[0]], self.given = self.given, None
         return tree_unflatten(leaves, structure)
 
@@ -176,8 +184,9 @@ class Cutting:
         from torch._subclasses.fake_tensor import FakeTensor
         from torch.utils._pytree import tree_leaves
 
-        for leaf in tree_leaves((args, kwargs)):
+        for index, leaf in enumerate(tree_leaves((args, kwargs))):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_floating_point():
+                self.leaf_of[part.stage] = index
                 return leaf
         raise Uncuttable(f"{part.name} begins stage {part.stage}, but is called without a tensor of activations")
 
@@ -187,9 +196,9 @@ class Cutting:
         from torch.utils._pytree import tree_leaves, tree_map_only
 
         key = _key(part, args, kwargs)
-        if (
-            key not in self.shapes
-        ):  # a module of another rank, which has no memory here; one of this rank has run before
+        if key in self.blanks:
+            return self.blanks[key]
+        if key not in self.shapes:  # of another rank, without memory here; a module of this rank has run before
             meta_args, meta_kwargs = tree_map_only(
                 torch.Tensor, lambda value: torch.empty_like(value, device="meta"), (args, kwargs)
             )
@@ -202,7 +211,8 @@ class Cutting:
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next((leaf.device for leaf in tensors), torch.device("cpu"))
         with self.blank:
-            return tree_map_only(torch.Tensor, lambda value: _blank_like(value, device), self.shapes[key])
+            self.blanks[key] = tree_map_only(torch.Tensor, lambda value: _blank_like(value, device), self.shapes[key])
+        return self.blanks[key]
 
     def _first_blank(self, output: Any) -> str | None:
         from torch._subclasses.fake_tensor import FakeTensor

@@ -122,6 +122,30 @@ class Skipping(Normed):
         return self.head(self.blocks[3](self.blocks[2](self.blocks[1](first))) + first)
 
 
+class Scaled(nn.Module):
+    """Blocks that are called with a scale, which the stem makes, before the activations: two values to hand over."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 6))
+
+        def forward(self, scale, x):
+            return x + scale * self.inner(x)
+
+    def __init__(self, constant=False):
+        super().__init__()
+        self.stem, self.head, self.constant = nn.Linear(6, 6), nn.Linear(6, 1), constant
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+        self.double()
+
+    def forward(self, x):
+        scale = torch.full_like(x, 0.5) if self.constant else self.stem(x)
+        for block in self.blocks:
+            x = block(scale, x)
+        return self.head(x)
+
+
 class Thawing(nn.Module):
     """Two 1 x 1 layers of weight 1; the first is frozen until the third forward pass."""
 

@@ -39,9 +39,17 @@ def test_batch_norm_in_a_pipeline(workshop, schedule):
     assert_same(trained, workshop.single(**settings), 1e-9)
 
 
-def test_a_value_that_skips_a_stage_is_refused_by_name(workshop):
-    with pytest.raises(RankFailed, match="earlier stage"):
-        workshop.train(2, parallel={"strategy": "pipeline"}, **{**POINTS, "model": "stack.py:Skipping"})
+@pytest.mark.parametrize(
+    "model, told",
+    [
+        ("stack.py:Skipping", "earlier stage"),
+        ("stack.py:Scaled", "only one tensor is handed over"),
+        ({"target": "stack.py:Scaled", "args": {"constant": True}}, "is not the one that it misses"),
+    ],
+)
+def test_a_value_that_skips_a_stage_is_refused_by_name(workshop, model, told):
+    with pytest.raises(RankFailed, match=told):
+        workshop.train(2, parallel={"strategy": "pipeline"}, **{**POINTS, "model": model})
 
 
 def test_accumulated_gradients_are_not_scaled_again(workshop):

@@ -104,7 +104,7 @@ class Saving:
             self.save(position)
         self.checkpointer.close()
         if error := failure(self.checkpointer):
-            raise error if self._context.rank == 0 else SystemExit(error.exit_code)
+            raise error
 
 
 def make_checkpointer(

@@ -2,7 +2,8 @@
 
 Usage: python scripts/soak/cycles.py [--cycles 1000] [--ranks 2]
 
-Looked for: processes, System V shared memory and semaphores, files in /dev/shm and the temporary folder, listening ports.
+Looked for: processes (and with them their ports, which no socket of a dead process holds), System V shared memory and
+semaphores, files in /dev/shm and the temporary folder.
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ def left_behind(before: dict[str, set[str]], store: RunStore) -> list[str]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             left += _of_run(Path(entry.path), store)
-    ports = {event["master_port"] for run in store.list() for event in run.events() if "master_port" in event}
-    left += [f"port {port}" for port in ports & _listening()]
     now = snapshot()
     fresh = {kind: now[kind] - before[kind] for kind in now}
     left += [f"ipc {name}" for name in sorted(fresh["ipc"])]
@@ -71,12 +70,6 @@ def _of_run(process: Path, store: RunStore) -> list[str]:
         return []
     ours = f"MGPU_RUN={store.root}/".encode() in environment and state not in "ZX"
     return [f"process {process.name}"] if ours else []
-
-
-def _listening() -> set[int]:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = (line.split() for line in lines)
-    return {int(parts[1].rpartition(":")[2], 16) for parts in fields if parts[3] == "0A"}
 
 
 def main() -> None:

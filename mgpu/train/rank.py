@@ -84,12 +84,22 @@ def run_rank(rank: int, start: Start) -> None:
 
 
 def _record(error: BaseException, heart: Heart, run: Run, start: Start, rank: int, code: int) -> None:
-    stamp = time.monotonic_ns()
-    heart.set("failed_ns", stamp)
-    step, phase = heart.get("step"), Phase(heart.get("phase")).words
-    try:
+    """Write the error down, also where torch breaks in: its handler of SIGCHLD raises, wherever Python just is, when a
+    loader process has died."""
+
+    def write() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stamp = time.monotonic_ns()
+        heart.set("failed_ns", stamp)
+        step, phase = heart.get("step"), Phase(heart.get("phase")).words
         path = run.failure_path(start.attempt, rank)
         write_failure(path, error, rank=rank, step=step, phase=phase, monotonic_ns=stamp, code=code)
+
+    try:
+        try:
+            write()
+        except RuntimeError:  # a signal that was on its way
+            write()
     except OSError as fault:  # a full disk must not hide the error that the log is about to show
         print(f"mgpu: the record of this error could not be written: {fault}", file=sys.stderr)
 

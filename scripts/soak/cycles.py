@@ -2,7 +2,8 @@
 
 Usage: python scripts/soak/cycles.py [--cycles 1000] [--ranks 2]
 
-Looked for: processes, System V shared memory and semaphores, files in /dev/shm and the temporary folder, listening ports.
+Looked for: processes (and with them their ports, which no socket of a dead process holds), System V shared memory and
+semaphores, files in /dev/shm and the temporary folder.
 """
 
 from __future__ import annotations
@@ -41,12 +42,24 @@ def left_behind(before: dict[str, set[str]], store: RunStore) -> list[str]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             left += _of_run(Path(entry.path), store)
-    ports = {event["master_port"] for run in store.list() for event in run.events() if "master_port" in event}
-    left += [f"port {port}" for port in ports & _listening()]
     now = snapshot()
-    fresh = {f"{kind} {name}" for kind in now for name in now[kind] - before[kind]}
-    names = ("mgpu", "torch", "pymp", "sem.mp", "psm_")
-    return left + sorted(name for name in fresh if any(part in name.lower() for part in names))
+    fresh = {kind: now[kind] - before[kind] for kind in now}
+    left += [f"ipc {name}" for name in sorted(fresh["ipc"])]
+    # What a live process has mapped is in use, by another program: ours have all ended.
+    return left + [f"file {path}" for path in sorted(fresh["file"] - _mapped()) if Path(path).exists()]
+
+
+def _mapped() -> set[str]:
+    """The files in shared memory that some live process has mapped."""
+    found = set()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                lines = Path(entry.path, "maps").read_text().splitlines()
+            except OSError:
+                continue
+            found |= {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+    return found
 
 
 def _of_run(process: Path, store: RunStore) -> list[str]:
@@ -57,12 +70,6 @@ def _of_run(process: Path, store: RunStore) -> list[str]:
         return []
     ours = f"MGPU_RUN={store.root}/".encode() in environment and state not in "ZX"
     return [f"process {process.name}"] if ours else []
-
-
-def _listening() -> set[int]:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = (line.split() for line in lines)
-    return {int(parts[1].rpartition(":")[2], 16) for parts in fields if parts[3] == "0A"}
 
 
 def main() -> None:

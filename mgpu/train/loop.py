@@ -64,8 +64,8 @@ class Training:
         started_at, phase = self.position.step, Phase.FIRST_STEP
         for turn in [] if self._is_last(self.position) else self.feed.turns():
             beat(self.position.step + 1, phase)
-            self.frozen.check(self.position.step)
             totals = self.strategy.forward_backward(self.trainable, self._window(turn))
+            self.frozen.check(self.position.step)
             norm, stepped = self._step(totals)
             phase = Phase.TRAINING
             before, self.position = self.position, turn.after.stepped(self.position.step + stepped)

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from mgpu.parallel._tensor_plans import TensorSplit
 
 
+_DROPOUT = (
+    "dropout, if the model has any, draws other masks here than in other layouts: parts of the model draw by themselves"
+)
+
+
 @dataclass(frozen=True)
 class Degrees:
     """Sizes of the mesh, outermost first."""
@@ -125,19 +130,20 @@ class ComposedStrategy(Strategy):
         notes: tuple[str, ...] = ()
         if stages is not None and degrees.pipeline > 1:
             schedule = SCHEDULES[stages["schedule"]]
-            notes += check_schedule(schedule, layout.counts, degrees.pipeline, stages["chunks"])
+            notes += (*check_schedule(schedule, layout.counts, degrees.pipeline, stages["chunks"]), _DROPOUT)
             _check_stages(layout, schedule.name, schedule.several, stages, degrees)
         if sharding is not None:
             _check_sharding(layout, sharding, degrees)
         if split is not None and degrees.tensor > 1:
             _check_heads(layout, degrees.tensor)
+            notes += (_DROPOUT,)
             if layout.spec.precision == "fp16":
                 raise PlanError(
                     "fp16 does not compose with tensor: losses cannot be scaled there",
                     key=("precision",),
                     hint="write bf16",
                 )
-        return notes
+        return tuple(dict.fromkeys(notes))
 
     def fits(self, model: nn.Module, layout: Layout) -> None:
         from mgpu.parallel._schedules import SCHEDULES

@@ -159,7 +159,7 @@ def test_a_kill_at_any_level_leaves_nothing_and_the_run_can_be_resumed(bench, vi
     process = bench.start("train", "toy.yaml", *settings)
     run = begun(bench, process, step=2)
     wait_until(run.checkpoint_steps)
-    assert len(processes_of(run)) == 7  # node, spawner, store, two ranks, two loaders
+    assert len(processes_of(run)) == 9  # node, spawner, store, two ranks, their writers and loaders
     node = events_of(run, "attempt_started")[0]["pid"]
     spawner = next(pid for pid, command in processes_of(run) if "mgpu.launch.spawner" in command)
     os.kill({"front": process.pid, "node": node, "spawner": spawner}[victim], signal.SIGKILL)
@@ -203,8 +203,8 @@ def test_what_only_a_kill_of_all_supervisors_leaves_is_reaped_by_the_next_start(
 
 def test_a_failed_run_is_started_again_from_its_checkpoint(supervised):
     done = supervised.mgpu(
-        "train", "toy.yaml", "--set=task.args.what=kill", "--set=task.args.at=6", "--set=checkpoint.every=2 steps",
-        "--set=restart.max=2",
+        "train", "toy.yaml", "--set=task.args.what=kill", "--set=task.args.at=6", "--set=restart.max=2",
+        "--set=checkpoint={every: 2 steps, async: false}",
     )  # fmt: skip
     run = supervised.latest
     assert done.returncode == 0, done.stderr
@@ -236,7 +236,7 @@ def test_an_error_that_would_come_again_ends_the_restarts(supervised, settings, 
         (supervised.folder / "task.py").write_text(text)
     done = supervised.mgpu(
         "train", "toy.yaml", "--set=task.args.what=raise", *(f"--set=task.args.{text}" for text in settings),
-        f"--set=checkpoint.every={every}", "--set=restart.max=5",
+        f"--set=checkpoint={{every: {every}, async: false}}", "--set=restart.max=5",
     )  # fmt: skip
     run = supervised.latest
     assert done.returncode == 1

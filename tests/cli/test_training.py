@@ -144,7 +144,7 @@ def test_two_runs_at_once_have_ports_of_their_own_and_a_taken_port_is_refused(be
         ("devices=cpu:5", ["batch.micro", "4 micro batches", "5 replicas"]),
         ("devices=2", ["devices", "0 visible", "cpu:2"]),
         ("parallel.backend=nccl", ["parallel.backend", "nccl"]),
-        ("parallel.strategy=dpp", ["parallel.strategy", "did you mean ddp?"]),
+        ("parallel.strategy=dddp", ["parallel.strategy", "did you mean ddp?"]),
         ("parallel.strategy=tensorflow", ["parallel.strategy", "not available yet"]),
         ("cluster.engine=slurm", ["cluster.engine", "not available yet"]),
         ("script.path=missing.py", ["script"]),

@@ -25,7 +25,7 @@ def main(path: str, attempt: int, listener: int, lifeline: int | None = None) ->
     stop = StopRequest(lifeline)
     stop.listen()
     plan = json.loads((Path(path) / "plan.json").read_text())
-    board = Board.create(len(plan["devices"]))
+    board = Board.create(plan["world"])
     is_script = plan.get("size") is None
     spawner = SpawnerHandle(listener, board.descriptor, is_script=is_script, threads=plan["threads"])
     try:

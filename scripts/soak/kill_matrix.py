@@ -13,10 +13,12 @@ no name).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -33,9 +35,10 @@ from mgpu.checkpoint import CheckpointFolder, Manifest
 from mgpu.launch.spawner import _store
 from mgpu.plan import listen, make_plan
 from mgpu.runs import Run, RunStore
+from mgpu.runs.heartbeat import Board
 from mgpu.spec import load_spec
 from mgpu.topology import Topology
-from mgpu.train.rank import run_rank
+from mgpu.train.rank import Start, run_rank
 
 WORLD = 2
 PR_SET_CHILD_SUBREAPER = 36
@@ -91,8 +94,9 @@ class Bench:
     def attempt(self, run: Run, number: int, kill_after: float | None) -> bool:
         """One attempt; killed `kill_after` seconds after its training began. True if it came to its end."""
         run.record("attempt_started", attempt=number)
-        arguments = (str(run.path), self.runs * 1000 + number, self.port)
-        ranks = mp.start_processes(run_rank, args=arguments, nprocs=WORLD, join=False, start_method="fork")
+        board, (requests, asking) = Board.create(WORLD), os.pipe()
+        start = Start(str(run.path), self.runs * 1000 + number, self.port, board.descriptor, requests)
+        ranks = mp.start_processes(run_rank, args=(start,), nprocs=WORLD, join=False, start_method="fork")
         try:
             if kill_after is not None:
                 wait_for(lambda: any(e["event"] == "training" for e in after_last(run, "attempt_started")))
@@ -105,9 +109,11 @@ class Bench:
         finally:
             for process in ranks.processes:
                 process.kill()
+            for descriptor in (board.descriptor, requests, asking):
+                os.close(descriptor)
         assert None not in codes, f"a rank hangs: {codes}"
         if kill_after is None or -signal.SIGKILL not in codes:
-            assert codes == [0] * WORLD, (codes, log_of(run, arguments[1]))
+            assert codes == [0] * WORLD, (codes, log_of(run, start.attempt))
             return True
         return False
 
@@ -150,6 +156,16 @@ def plan_kills(rng: random.Random, seconds: float) -> Iterator[float]:
         yield rng.uniform(0, 1.05 * seconds)
 
 
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Not `TemporaryDirectory`: a forked rank runs what is registered for the end of its process, which would remove it."""
+    folder = tempfile.mkdtemp(prefix="mgpu-kills-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
@@ -162,7 +178,7 @@ def main() -> None:
     store.start()
     listener.close()
     try:
-        with tempfile.TemporaryDirectory(prefix="mgpu-kills-") as folder:
+        with temporary_folder() as folder:
             soak(Bench(Path(folder), port, store.pid or 0), options.kills, random.Random(options.seed))
     finally:
         store.kill()

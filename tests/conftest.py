@@ -13,10 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, settings
 from trainers import Trainer
 
 from mgpu.runs import Run, RunStore
 from mgpu.spec import parse_value
+
+# A busy machine is no fault of the code: no example has a time limit.
+settings.register_profile("mgpu", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mgpu")
 
 TOY_SPEC = """\
 model: toy.py:Net

@@ -72,6 +72,17 @@ def send(pid: int, signum: int) -> bool:
     return True
 
 
+def send_to_main_thread(pid: int, signum: int) -> None:
+    """Signal the main thread, before it runs another instruction if it is stopped; a signal to the process may be taken
+    by any thread, while the main one goes on. To the process where the C library has no tgkill. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "tgkill"):
+        os.kill(pid, signum)
+    elif libc.tgkill(pid, pid, signum):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 def end_groups(groups: Iterable[int], signum: int = signal.SIGKILL) -> None:
     """Signal whole process groups, their leaders dead or not."""
     for group in groups:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mgpu import frames
 from mgpu.frames import Frame
-from mgpu.launch.processes import children_of, state_of
+from mgpu.launch.processes import children_of, send_to_main_thread, state_of
 from mgpu.runs.heartbeat import Beat
 from mgpu.runs.requests import STACKS_SIGNAL, catches
 
@@ -103,7 +103,7 @@ def _ask(asked: Mapping[int, tuple[int, Beat]], seconds: float, wake: bool) -> d
             before = os.stat(path).st_size
             if not catches(pid, STACKS_SIGNAL) or (state_of(pid) in ("T", "t") and not wake):
                 continue
-            os.kill(pid, STACKS_SIGNAL)
+            send_to_main_thread(pid, STACKS_SIGNAL)
             if wake:
                 os.kill(pid, signal.SIGCONT)
         except OSError:

@@ -166,7 +166,7 @@ def test_a_kill_at_any_level_leaves_nothing_and_the_run_can_be_resumed(bench, vi
     assert_nothing_left(run)
     process.communicate(timeout=20)
     assert process.returncode == (-9 if victim == "front" else 137)
-    assert run.state is State.LOST
+    wait_until(lambda: run.state is State.LOST)
     done = bench.mgpu("resume", "latest", "--set=task.args.delay=0")
     assert done.returncode == 0, done.stderr
     assert run.state is State.COMPLETED
@@ -193,7 +193,7 @@ def test_what_only_a_kill_of_all_supervisors_leaves_is_reaped_by_the_next_start(
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=20)
     wait_until(lambda: [command for _, command in processes_of(run)] == [["sleep", "1000"]])
-    assert run.state is State.LOST
+    wait_until(lambda: run.state is State.LOST)
     (bench.folder / "next.yaml").write_text("script: {path: next.py}\ndevices: cpu:1\n")
     (bench.folder / "next.py").write_text("pass\n")
     done = bench.mgpu("train", "next.yaml")

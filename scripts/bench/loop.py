@@ -3,7 +3,8 @@
 Usage: python scripts/bench/loop.py [--ranks 1,2,4] [--repeats 3] [--steps 250]
 
 The variants take turns, each in processes of its own; the table has the best of the repeats (the least disturbed one) and
-the ratios. Start-up and the first steps are left out of the time.
+the ratios. Start-up and the first steps are left out of the time. All have as many CPU threads a rank as there are CPUs for
+it (by itself `exact` takes one, as its bits depend on their number, which the spec's `threads` sets).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def by_mgpu(ranks: int, steps: int, numerics: str) -> float:
     with tempfile.TemporaryDirectory() as runs:
         changes = [f"duration={steps} steps", "evaluate={}", "checkpoint={}", f"numerics={numerics}"]
         changes.append("task={target: mgpu.zoo:NextByte, args: {length: 1}}")
+        changes.append(f"threads={max(1, len(os.sched_getaffinity(0)) // ranks)}")
         command = [sys.executable, "-m", "mgpu", "train", str(SPEC), "--runs-dir", runs, f"--devices=auto:{ranks}"]
         subprocess.run(
             [*command, *(f"--set={change}" for change in changes)],

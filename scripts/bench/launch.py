@@ -78,7 +78,7 @@ task: task.py:Task
 optimizer: {target: torch.optim:SGD, args: {lr: 0.1}}
 batch: {size: 4, micro: 1}
 duration: 8 steps
-checkpoint: {every: 2 steps}
+checkpoint: {every: 2 steps, async: false}
 restart: {max: 1}
 devices: cpu:4
 """

@@ -3,9 +3,9 @@
 Usage: python scripts/bench/launch.py [--ranks 2 4 8] [--repeats 3] [--only start restart heartbeat memory]
 
 `start` runs one script (join the group, one all-reduce, leave) under each launcher in turn, A and B in one run, and takes
-the least wall time; the processor seconds are those of the whole tree. `restart` kills a rank of a training on 4 CPU
-ranks and reads the time from the death to the first step after it. `heartbeat` is the cost of one beat. `memory` is the
-unique memory of a rank that has joined its group and done nothing else.
+the least time to the first all-reduce; beside it the whole command's, and the processor seconds of the whole tree.
+`restart` kills a rank of a training on 4 CPU ranks and reads the time from the death to the first step after it.
+`heartbeat` is the cost of one beat. `memory` is the unique memory of a rank that has joined its group and done nothing else.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ dist.init_process_group("gloo")
 value = torch.ones(1)
 dist.all_reduce(value)
 assert value.item() == dist.get_world_size()
+if dist.get_rank() == 0:
+    with open("reduced", "w") as stream:
+        stream.write(str(time.time()))
 if len(sys.argv) > 1:
     fields = dict(line.split(":") for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])
     own = sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
@@ -100,16 +103,19 @@ def launchers(ranks: int) -> dict[str, list[str]]:
     return found
 
 
-def timed(command: list[str], folder: Path) -> tuple[float, float]:
-    """Wall seconds and processor seconds of a command and all that it started."""
+def timed(command: list[str], folder: Path) -> tuple[float, float, float]:
+    """Seconds from a command to its first all-reduce (0 where there is none) and to its end, and processor seconds of all."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.perf_counter()
+    reduced = folder / "reduced"
+    reduced.unlink(missing_ok=True)
+    began_at, began = time.time(), time.perf_counter()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment(), check=False)
     wall = time.perf_counter() - began
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    first = float(reduced.read_text()) - began_at if reduced.exists() else 0.0
+    return first, wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def environment() -> dict[str, str]:
@@ -124,18 +130,21 @@ def write_job(folder: Path, ranks: int, argument: str = "") -> None:
 
 
 def bench_start(folder: Path, all_ranks: list[int], repeats: int) -> None:
-    print(f"{'ranks':>5} {'launcher':12} {'wall s':>8} {'median':>8} {'cpu s':>8} {'of torchrun':>12}")
+    print(f"{'ranks':>5} {'launcher':12} {'first s':>8} {'median':>8} {'of torchrun':>12} {'whole s':>8} {'cpu s':>8}")
     for ranks in all_ranks:
         write_job(folder, ranks)
-        walls: dict[str, list[tuple[float, float]]] = {}
+        seen: dict[str, list[tuple[float, float, float]]] = {}
         for _ in range(repeats):
             for name, command in launchers(ranks).items():
-                walls.setdefault(name, []).append(timed(command, folder))
-        reference = min(wall for wall, _ in walls["torchrun"])
-        for name, found in walls.items():
-            wall, cpu = min(found)
-            middle = statistics.median(wall for wall, _ in found)
-            print(f"{ranks:5} {name:12} {wall:8.2f} {middle:8.2f} {cpu:8.2f} {wall / reference:12.2f}", flush=True)
+                seen.setdefault(name, []).append(timed(command, folder))
+        reference = min(first for first, _, _ in seen["torchrun"])
+        for name, found in seen.items():
+            first, wall, cpu = (min(values) for values in zip(*found, strict=True))
+            middle = statistics.median(one for one, _, _ in found)
+            print(
+                f"{ranks:5} {name:12} {first:8.2f} {middle:8.2f} {first / reference:12.2f} {wall:8.2f} {cpu:8.2f}",
+                flush=True,
+            )
 
 
 def bench_restart(folder: Path, repeats: int) -> None:

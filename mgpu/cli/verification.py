@@ -23,7 +23,8 @@ def verify(
     layouts: Annotated[
         str | None,
         typer.Option(
-            help="Devices or strategy@devices, by commas; the first is the reference. Default: 1, 2 and 4 ranks."
+            help="Devices, strategy@devices or strategy:option=value@devices, by commas; the first is the reference. "
+            "`all`: every strategy. Default: 1, 2 and 4 ranks."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to train in each layout.")] = 10,
@@ -62,7 +63,7 @@ def _show(verdict: Verdict) -> None:
         box=box.SIMPLE, title=f"{verdict.steps} steps against {verdict.reference}: largest relative difference"
     )
     for column in ("layout", "loss", "gradients", "parameters", ""):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in verdict.rows:
         numbers = [_number(value) for value in (row.loss, row.gradient, row.parameter)]
         table.add_row(str(row.layout), *numbers, "agrees" if row.first is None else "DIFFERS")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,31 +12,8 @@ from typing import Any
 
 from mgpu.errors import MgpuError, Refusal
 from mgpu.files import read_lines
+from mgpu.inspect.layouts import Layout
 from mgpu.runs import RunStore
-
-
-@dataclass(frozen=True)
-class Layout:
-    """`devices`, or `strategy@devices`: `cpu:2`, `4`, `fsdp@cpu:4`. `strategy` None is the spec's own."""
-
-    devices: str
-    strategy: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        match = re.fullmatch(r"\s*(?:([A-Za-z_][\w.:]*)@)?([a-z]+(?::\d+)?|\d+)\s*", text)
-        if match is None:
-            raise Refusal(f"layout {text!r}", hint="write devices, or strategy@devices: cpu:2, ddp@cpu:4")
-        return cls(match[2], match[1])
-
-    @property
-    def overrides(self) -> list[str]:
-        """The layout as changes to a spec."""
-        chosen = [f"devices={self.devices}"]
-        return [*chosen, f"parallel={{strategy: {self.strategy}}}"] if self.strategy else chosen
-
-    def __str__(self) -> str:
-        return f"{self.strategy}@{self.devices}" if self.strategy else self.devices
 
 
 @dataclass(frozen=True)
@@ -121,10 +97,12 @@ def _merge(lines: list[dict[str, Any]]) -> Step:
             losses.update({index: tuple(answer) for (index, _, _), answer in pairs})
     gradients, _ = _held(lines, "gradients")
     parameters, torn = _held(lines, "parameters")
+    # Each once: a layout may keep parameters that lie differently in groups of their own, at the same rate.
+    rates = tuple(sorted({rate for line in lines for rate in line["lr"]}))
     first = lines[0]
     return Step(
         number=first["step"], micro=micro, losses=losses, twice=tuple(twice), loss=_float(first["loss"]),
-        units=first["units"], grad_norm=_float(first["grad_norm"]), lr=tuple(first["lr"]), gradients=gradients,
+        units=first["units"], grad_norm=_float(first["grad_norm"]), lr=rates, gradients=gradients,
         parameters=parameters, torn=torn,
     )  # fmt: skip
 

@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu.errors import Refusal, SpecError
-from mgpu.inspect.recording import Layout, Recording, Step, distance, record
-from mgpu.launch.starting import lay_out
-from mgpu.spec import LoadedSpec, load_spec
+from mgpu.errors import Refusal
+from mgpu.inspect.layouts import EVERY_STRATEGY, Layout, choose
+from mgpu.inspect.recording import Recording, Step, distance, record
+from mgpu.spec import load_spec
 
 LENIENCE = 10.0
 FLOOR = {"fp64": 1e-12}
 """Smallest difference that counts, relative to the value, by precision; FLOOR_SINGLE for the others."""
 FLOOR_SINGLE = 2e-6
-CPU_LAYOUTS = ("cpu:1", "cpu:2", "cpu:4")
-GPU_LAYOUTS = ("1", "2", "4", "8")
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,15 @@ class Verdict:
 def verify(
     path: Path, overrides: Sequence[str], layouts: Sequence[str], steps: int, tell: Callable[[str], None]
 ) -> Verdict:
-    """Record and compare. The first layout is the reference; without `layouts`, those that fit the batch and the machine."""
+    """Record and compare. The first layout is the reference; without `layouts`, those that fit the batch and the machine.
+
+    `all` are all strategies; one that turns out not to fit the model is left out, and told.
+    """
     loaded = load_spec(path, overrides)
     spec = loaded.spec
     if spec.script is not None or spec.batch is None:
         raise Refusal("a script does its own training: there is nothing to compare")
-    chosen = [Layout.parse(text) for text in layouts] if layouts else _fitting(path, overrides, loaded)
+    chosen = choose(path, overrides, loaded, layouts, tell)
     if not chosen:
         raise Refusal("no layout to verify", hint="name some: --layouts cpu:1,cpu:2")
     size, micro = spec.batch.size, spec.batch.micro_size
@@ -90,22 +91,15 @@ def verify(
         if double.failure:
             raise Refusal(f"the model does not train in double precision, the yardstick: {double.failure}")
         yardstick = Yardstick(reference, double, exact=spec.numerics == "exact", precision=spec.precision)
-        rows = tuple(compare(reference, run(layout), yardstick) for layout in chosen[1:])
-    return Verdict(chosen[0], len(reference.steps), spec.numerics == "exact", rows, yardstick.summary())
-
-
-def _fitting(path: Path, overrides: Sequence[str], loaded: LoadedSpec) -> list[Layout]:
-    """The usual layouts of this machine that the plan does not refuse."""
-    device = lay_out(loaded).device
-    found = []
-    for text in CPU_LAYOUTS if device == "cpu" else GPU_LAYOUTS:
-        layout = Layout.parse(text)
-        try:
-            lay_out(load_spec(path, [*overrides, *layout.overrides]))
-        except SpecError:
-            continue
-        found.append(layout)
-    return found
+        rows = []
+        for layout in chosen[1:]:
+            try:
+                rows.append(compare(reference, run(layout), yardstick))
+            except Refusal as error:  # by the preflight, which has seen the model
+                if list(layouts) != [EVERY_STRATEGY]:
+                    raise
+                tell(f"{error.message}; left out")
+    return Verdict(chosen[0], len(reference.steps), spec.numerics == "exact", tuple(rows), yardstick.summary())
 
 
 class Yardstick:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mgpu.errors import Refusal
-from mgpu.inspect.recording import Layout, distance
+from mgpu.inspect.layouts import Layout
+from mgpu.inspect.recording import distance
 from mgpu.train.trace import digest
 
 ROOT = Path(__file__).parents[2]
@@ -70,18 +71,44 @@ def test_the_configs_agree(bench, name):
     assert code == 0, out + err
 
 
+@pytest.mark.slow
+def test_every_strategy_agrees_on_a_gpt(bench):
+    """Must show 3 of the strategies' issue; dropout off, which pipeline and tensor draw otherwise."""
+    small = "model={target: mgpu.zoo:GPT, args: {layers: 4, width: 32, context: 16, heads: 2}}"
+    data = [f"data.{part}.args.context=16" for part in ("train", "eval")]
+    changes = [small, *data, "batch={size: 16, micro: 4}", "task={target: mgpu.zoo:NextByte, args: {length: 1}}"]
+    code, out, err = verify(
+        bench,
+        *(f"--set={change}" for change in changes),
+        spec=ROOT / "configs" / "quickstart.yaml",
+        layouts="all",
+        steps=4,
+    )
+    assert code == 0, out + err
+    for name in ("ddp@cpu:2", "fsdp@cpu:2", "model@cpu:2", "pipeline@cpu:2", "tensor@cpu:2", "dp@cpu:2"):
+        assert f"{name} " in out, out + err
+    assert "hybrid:replicate=2:pipeline=2@cpu:4: 4 steps" in err
+    assert out.count("agrees") == 7
+    assert "left out" not in err
+
+
 def test_what_cannot_be_verified_is_refused(bench):
     assert verify(bench, layouts="cpu:two")[0] == 2
-    code, _, err = verify(bench, layouts="cpu:9,cpu:1")
+    code, _, err = verify(bench, layouts="cpu:1,cpu:9")
     assert code == 2
     assert "9 replicas" in err
+    assert "steps" not in err  # refused before anything was trained
 
 
 def test_layouts_are_devices_with_or_without_a_strategy():
     assert Layout.parse("cpu:2") == Layout("cpu:2")
     assert Layout.parse(" fsdp@4") == Layout("4", "fsdp")
     assert Layout.parse("ddp@cpu:2").overrides == ["devices=cpu:2", "parallel={strategy: ddp}"]
-    for text in ("", "cpu:", "a b", "@2"):
+    hybrid = Layout.parse("hybrid:replicate=2:pipeline=2@cpu:4")
+    assert hybrid == Layout("cpu:4", "hybrid", ("replicate=2", "pipeline=2"))
+    assert hybrid.overrides[1] == "parallel={strategy: hybrid, replicate: 2, pipeline: 2}"
+    assert Layout.parse("acme.strategies:Ring:chunks=3@2") == Layout("2", "acme.strategies:Ring", ("chunks=3",))
+    for text in ("", "cpu:", "a b", "@2", "hybrid:=2@cpu:4", "hybrid:replicate=@cpu:4"):
         with pytest.raises(Refusal):
             Layout.parse(text)
 

@@ -236,7 +236,7 @@ class Attempt:
         for rank, stack in found.items():
             if rank not in halted:
                 send(stack.pid, signal.SIGSTOP)
-        answers = stacks.collect(halted, seconds=1.0, wake=True)
+        answers = stacks.collect(halted, seconds=3.0, wake=True)
         return {
             rank: Stack(stack.pid, "T", found[rank].text or stack.text, found[rank].main or stack.main, stack.loaders)
             for rank, stack in answers.items()

@@ -3,7 +3,6 @@
 import pytest
 from shop import assert_same, make_workshop  # noqa: F401
 
-pytest.importorskip("transformers")
 CONFIGS = {
     "GPT2": {
         "vocab_size": 32, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, "attn_pdrop": 0.0,

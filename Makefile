@@ -37,4 +37,4 @@ $(MODELS_STAMP): pyproject.toml
 	touch $(MODELS_STAMP)
 
 test-models: $(MODELS_STAMP)  ## models of torchvision and timm by every strategy (5.5 GB of packages, once)
-	$(MODELS)/bin/python -m pytest tests/models
+	$(MODELS)/bin/python -m pytest tests/parallel/test_vision_models.py --durations=0

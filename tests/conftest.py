@@ -1,5 +1,6 @@
 """What tests share: a folder with a spec and user code, and the real command run on it."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +19,9 @@ from trainers import Trainer
 
 from mgpu.runs import Run, RunStore
 from mgpu.spec import parse_value
+
+# `make test-models` runs these, in an environment that has torchvision and timm.
+collect_ignore = [] if importlib.util.find_spec("torchvision") else ["parallel/test_vision_models.py"]
 
 # A busy machine is no fault of the code: no example has a time limit.
 settings.register_profile("mgpu", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,6 +15,8 @@ from mgpu.errors import PlanError
 from mgpu.parallel._gradients import align, clip_whole, local_gradients, multiply, sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._running import RunningStatistics, Unchanged
+from mgpu.parallel._tensor_loss import WholeLoss, loss_context
+from mgpu.parallel._tensor_peers import settle_peers
 from mgpu.parallel.base import Context, Layout, StepLoss, Strategy, Task, Trainable, Window, agree, backward_one
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class Composed(Trainable):
     sharding: Sharding | None = None
     loss_parallel: bool = False
     holders: Mapping[str, int] | None = None
+    apart: frozenset[str] = frozenset()
+    """Parameters that each tensor peer uses on its part of the heads."""
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -89,6 +93,8 @@ class ComposedStrategy(Strategy):
 
     made: Sharding | None = None
     """How this rank's model is sharded, from the moment it was made."""
+    peers_compared: bool = False
+    """Whether a first gradient of what tensor peers hold whole was found the same on all of them."""
 
     def degrees(self, world: int) -> Degrees:
         """The mesh of `world` ranks; PlanError where the strategy's options do not multiply to it."""
@@ -222,6 +228,7 @@ class ComposedStrategy(Strategy):
             sharding=sharding,
             loss_parallel=parallel_loss,
             holders=_holders(owned, degrees, pipeline),
+            apart=split.apart(model) if split is not None and degrees.tensor > 1 else frozenset(),
         )
         if pipeline is not None:
             pipeline.attach(trainable)
@@ -238,6 +245,9 @@ class ComposedStrategy(Strategy):
         totals = agree(context, sums)
         if degrees.tensor > 1:
             align(trainable.parameters)
+            group = trainable.group("tensor")
+            settle_peers(trainable.named_parameters, trainable.apart, group, compare=not self.peers_compared)
+            self.peers_compared = True
         if degrees.replicate > 1 and degrees.shard == 1:
             sum_over(trainable.group("replicate"), trainable.parameters)
         if pipeline is not None:
@@ -256,7 +266,10 @@ class ComposedStrategy(Strategy):
         for index, (micro_batch, real) in enumerate(passes(trainable, window)):
             if sharding is not None:
                 sharding.before_pass(trainable.module, last=index == length - 1)
-            with contextlib.nullcontext() if real else Unchanged(trainable.model), _loss_context(trainable):
+            with (
+                contextlib.nullcontext() if real else Unchanged(trainable.model),
+                loss_context(trainable.loss_parallel),
+            ):
                 sums += backward_one(trainable, micro_batch, 1.0 if real else 0.0)
         return sums
 
@@ -264,40 +277,6 @@ class ComposedStrategy(Strategy):
         assert isinstance(trainable, Composed) and trainable.holders is not None
         parameters = {name: value for name, value in trainable.named_parameters.items() if value.requires_grad}
         return clip_whole(parameters, trainable.holders, trainable.context.device, max_norm)
-
-
-class WholeLoss:
-    """A task whose model leaves its logits split over tensor peers: the loss is worked out on the parts."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        loss_sum, units = self.task.loss(model, batch)
-        return _whole(loss_sum), units
-
-    def evaluate(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        with loss_parallel():
-            return tuple(map(_whole, self.task.evaluate(model, batch)))  # type: ignore[attr-defined]
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _loss_context(trainable: Composed) -> Any:
-    import contextlib
-
-    if not trainable.loss_parallel:
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
 
 
 def _holders(owned: Mapping[str, Any], degrees: Degrees, pipeline: Pipeline | None) -> dict[str, int]:

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field
 
 from mgpu.parallel._schedules import SCHEDULES
 from mgpu.parallel._sharded import Sharding
-from mgpu.parallel._tensor_plans import STYLES, TensorSplit
+from mgpu.parallel._tensor_plans import TensorSplit
+from mgpu.parallel._tensor_styles import STYLES
 from mgpu.parallel.base import StrategyOptions
 
 ScheduleName = Literal["gpipe", "1f1b", "looped", "interleaved", "zero-bubble", "zbv", "dualpipev", "sequential"]

@@ -5,30 +5,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mgpu.errors import PlanError, suggest
+from mgpu.parallel._blocks import repeated_blocks
 from mgpu.parallel._sharded import _ties
+from mgpu.parallel._tensor_styles import STYLES, UNSPLIT, is_transposed, style_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-STYLES = (
-    "colwise",
-    "rowwise",
-    "colwise_gather",
-    "rowwise_scatter",
-    "colwise_logits",
-    "table",
-    "sequence",
-    "scatter",
-    "gather",
-)
-"""colwise: outputs split. rowwise: inputs split, outputs summed. colwise_gather: outputs split, then whole on each rank.
-rowwise_scatter: outputs summed and split along the sequence. colwise_logits: outputs stay split, for a parallel loss.
-table: an embedding split by its rows. sequence: works on its part of the sequence. scatter, gather: the input is brought
-into parts of the sequence, or made whole, for a module that is itself not split."""
 
 HUGGING_FACE = {
     "colwise": "colwise",
@@ -36,6 +22,8 @@ HUGGING_FACE = {
     "colwise_rep": "colwise_gather",
     "colwise_gather_output": "colwise_gather",
     "embedding_rowwise": "table",
+    "rowwise_split_input": "rowwise_split",
+    "replicated_with_grad_allreduce": "replicated",
 }
 GPT = {
     "layers.*.attention.q": "colwise", "layers.*.attention.k": "colwise", "layers.*.attention.v": "colwise",
@@ -52,9 +40,19 @@ VISION_TRANSFORMER = {
     "encoder.layers.*.mlp.0": "colwise",
     "encoder.layers.*.mlp.3": "rowwise",
 }
+GPT2 = {
+    # One matrix makes queries, keys and values one after the other: no cut of it is a cut into heads.
+    "h.*.attn.c_attn": "colwise_gather", "h.*.attn.q_attn": "colwise_gather", "h.*.attn.c_proj": "rowwise_split",
+    "h.*.crossattention.c_attn": "colwise_gather", "h.*.crossattention.q_attn": "colwise_gather",
+    "h.*.crossattention.c_proj": "rowwise_split",
+    "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "wte": "table",
+}  # fmt: skip
+GPT2_HEAD = {**{f"transformer.{pattern}": style for pattern, style in GPT2.items()}, "lm_head": "colwise_gather"}
 BUILT_IN = {
     ("mgpu.zoo.gpt", "GPT"): GPT,
     ("torchvision.models.vision_transformer", "VisionTransformer"): VISION_TRANSFORMER,
+    ("transformers.models.gpt2.modeling_gpt2", "GPT2Model"): GPT2,
+    ("transformers.models.gpt2.modeling_gpt2", "GPT2LMHeadModel"): GPT2_HEAD,
 }
 
 
@@ -79,7 +77,9 @@ class TensorSplit:
                 )
             found.update(dict.fromkeys(matching, style))
         if self.loss_parallel:
-            found = {name: "colwise_logits" if style == "colwise_gather" else style for name, style in found.items()}
+            blocks = tuple(f"{name}." for name in repeated_blocks(model))
+            heads = [name for name, style in found.items() if style == "colwise_gather" and not name.startswith(blocks)]
+            found.update(dict.fromkeys(heads, "colwise_logits"))
         if not found:
             raise PlanError("the plan splits no module", key=("parallel", "plan"))
         return found
@@ -87,12 +87,14 @@ class TensorSplit:
     def _plan(self, model: nn.Module) -> Mapping[str, str]:
         if isinstance(self.plan, Mapping):
             return self.plan
-        for kind in type(model).__mro__:
-            built_in = BUILT_IN.get((kind.__module__, kind.__qualname__))
-            if built_in is GPT and self.sequence:
-                return GPT_SEQUENCE
-            if built_in is not None:
-                return built_in
+        for name, module in model.named_modules():  # the model, or what it is built round
+            prefix = f"{name}." if name else ""
+            for kind in type(module).__mro__:
+                built_in = BUILT_IN.get((kind.__module__, kind.__qualname__))
+                if built_in is GPT and self.sequence:
+                    built_in = GPT_SEQUENCE
+                if built_in is not None:
+                    return {prefix + pattern: style for pattern, style in built_in.items()}
         return _of_hugging_face(model)
 
     def check(self, model: nn.Module, degree: int) -> None:
@@ -100,9 +102,10 @@ class TensorSplit:
         modules = dict(model.named_modules())
         for name, style in self.styles(model).items():
             weight = getattr(modules[name], "weight", None)
-            if weight is None or weight.dim() < 2 or style in ("sequence", "scatter", "gather"):
+            if weight is None or weight.dim() < 2 or style in UNSPLIT:
                 continue
-            size = weight.shape[1] if style.startswith("rowwise") else weight.shape[0]
+            outputs, inputs = reversed(weight.shape) if is_transposed(modules[name]) else weight.shape[:2]
+            size = inputs if style.startswith("rowwise") else outputs
             if size % degree:
                 raise PlanError(
                     f"{name} has {size} {'inputs' if style.startswith('rowwise') else 'outputs'}, which do not divide by "
@@ -117,6 +120,13 @@ class TensorSplit:
                     hint=f"a degree that divides {heads} fits",
                 )
 
+    def apart(self, model: nn.Module) -> frozenset[str]:
+        """The parameters that each tensor peer holds whole and uses on its part of the heads."""
+        modules = [name for name, style in self.styles(model).items() if style == "replicated"]
+        return frozenset(
+            f"{name}.{inner}" for name in modules for inner, _ in model.get_submodule(name).named_parameters()
+        )
+
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Split the layers of `model` that are here over `mesh`; a tied parameter stays one."""
         from torch.distributed.tensor.parallel import parallelize_module
@@ -124,9 +134,10 @@ class TensorSplit:
         ties = _ties(model)
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         here = {
-            name: _style(style)
+            name: style_of(style, model.get_submodule(name))
             for name, style in self.styles(model).items()
-            if any(True for _ in model.get_submodule(name).parameters())  # on this pipeline rank
+            if style != "replicated"
+            and any(True for _ in model.get_submodule(name).parameters())  # on this pipeline rank
         }
         parallelize_module(model, mesh, here)
         for (holder, name), others in ties:
@@ -175,34 +186,3 @@ def _of_hugging_face(model: nn.Module) -> dict[str, str]:
             hint="write a plan of your own",
         )
     return {pattern: HUGGING_FACE[style] for pattern, style in carried.items()}
-
-
-def _style(name: str) -> Any:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
-
-    whole, parts = Replicate(), Shard(1)
-    styles: dict[str, Any] = {
-        "colwise": ColwiseParallel,
-        "rowwise": RowwiseParallel,
-        "colwise_gather": lambda: ColwiseParallel(output_layouts=whole),
-        "colwise_gather_sequence": lambda: ColwiseParallel(input_layouts=parts, output_layouts=whole),
-        "rowwise_scatter": lambda: RowwiseParallel(output_layouts=parts),
-        "colwise_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        "table": lambda: RowwiseParallel(input_layouts=whole),
-        "sequence": lambda: SequenceParallel(use_local_output=True),
-        "scatter": lambda: PrepareModuleInput(
-            input_layouts=(whole,), desired_input_layouts=(parts,), use_local_output=True
-        ),
-        "gather": lambda: PrepareModuleInput(
-            input_layouts=(parts,), desired_input_layouts=(whole,), use_local_output=True
-        ),
-    }
-    if name not in styles:
-        raise PlanError(f"unknown style {name!r}", key=("parallel", "plan"), hint=suggest(name, STYLES))
-    return styles[name]()

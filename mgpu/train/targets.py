@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import importlib
 import inspect
 import os
@@ -68,13 +70,31 @@ def check(target: Target, key: tuple[str | int, ...], given: int = 0) -> None:
         return
     takes = [p.name for p in signature.parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    extra: list[str] = []
     for name in target.args:
-        if name not in takes and not takes_any:
-            raise TargetError((*key, "args", name), f"{target.target} takes no argument {name!r}", suggest(name, takes))
+        if name in takes or takes_any:
+            continue
+        if _keeps_more(found) and not difflib.get_close_matches(name, takes, 1, _A_SLIP):
+            extra.append(name)
+            continue
+        raise TargetError((*key, "args", name), f"{target.target} takes no argument {name!r}", suggest(name, takes))
     try:
-        signature.bind(*(object(),) * given, **target.args)
+        signature.bind(*(object(),) * given, **{name: None for name in target.args if name not in extra})
     except TypeError as error:
         raise TargetError((*key, "args"), f"{target.target}: {error}", f"it takes {signature}") from error
+
+
+_A_SLIP = 0.85
+"""How near to a known name an unknown one is taken for a slip of the pen, where others are allowed."""
+
+
+def _keeps_more(found: Any) -> bool:
+    """Whether a dataclass keeps what it has no field for, as the configs of transformers do: its constructor is wrapped
+    in one that takes any name, which its signature does not show."""
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return False
+    wrapped = inspect.signature(found.__init__, follow_wrapped=False)
+    return any(p.kind is p.VAR_KEYWORD for p in wrapped.parameters.values())
 
 
 def build(target: Target, *given: Any, key: tuple[str | int, ...] = ()) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 
 class Supervised:
     """Batches of (input, target); `loss` is a torch loss module.
+
+    An input that is a mapping is given to the model by name. Of a model that returns several things, as those of the
+    transformers library do, `logits` is what is compared.
 
     unit `sample`: the loss of each sample (its mean over further dimensions), summed over the batch. unit `token`:
     outputs (B, T, C) against targets (B, T), summed over the targets that are not `ignore_index`.
@@ -31,11 +35,18 @@ class Supervised:
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Tensor, Tensor]:
         """The sum of the losses, the number of units, and what metrics compare: predictions and targets."""
         inputs, targets = batch
-        outputs = model(inputs)
-        outputs = getattr(outputs, "logits", outputs)  # what models of the transformers library return
+        outputs = _logits(model(**inputs) if isinstance(inputs, Mapping) else model(inputs))
         if self.unit == "token":
             outputs, targets = outputs.flatten(0, 1), targets.flatten()
             counted = targets != getattr(self.criterion, "ignore_index", -100)
             return self.criterion(outputs, targets), counted.sum(), outputs, targets
         losses = self.criterion(outputs, targets)
         return losses.reshape(len(losses), -1).mean(1).sum(), len(losses), outputs, targets
+
+
+def _logits(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        if "logits" not in outputs:
+            raise TypeError(f"the model returns {', '.join(map(str, outputs))} and no logits: write a task of your own")
+        return outputs["logits"]
+    return getattr(outputs, "logits", outputs)

@@ -55,6 +55,24 @@ class Points:
         return x, x.sum().reshape(1)
 
 
+class Images:
+    """Sample i: an image drawn from seed i, of class i % 4."""
+
+    def __init__(self, n=22, size=64):
+        self.n, self.size = n, size
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return torch.randn(3, self.size, self.size, generator=torch.Generator().manual_seed(index)), index % 4
+
+
+class Classes(Supervised):
+    def __init__(self):
+        super().__init__(nn.CrossEntropyLoss())
+
+
 class Block(nn.Module):
     def __init__(self, width, norm):
         super().__init__()

@@ -1,34 +1,63 @@
 """Models that nobody here wrote, by `target` alone."""
 
 import pytest
+from rank_pool import RankFailed
 from shop import assert_same, make_workshop  # noqa: F401
 
-pytest.importorskip("transformers")
+LLAMA = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
 CONFIGS = {
     "GPT2": {
         "vocab_size": 32, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4, "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False,
+        "embd_pdrop": 0.0, "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
     },
-    "Llama": {
-        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "use_cache": False,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    },
+    "Llama": LLAMA,
+    "Qwen3": {**LLAMA, "head_dim": 8},  # norms of queries and keys, on each tensor peer's own heads
+    "Phi3": LLAMA,  # fused matrices, whose outputs are cut after they were gathered
 }  # fmt: skip
-MODELS = {"GPT2": ("GPT2LMHeadModel", "transformer.h.2"), "Llama": ("LlamaForCausalLM", "model.layers.2")}
+MODELS = {
+    "GPT2": ("GPT2LMHeadModel", "transformer.h.2"),
+    "Llama": ("LlamaForCausalLM", "model.layers.2"),
+    "Qwen3": ("Qwen3ForCausalLM", "model.layers.2"),
+    "Phi3": ("Phi3ForCausalLM", "model.layers.2"),
+}
+LAYOUTS = [(strategy, name) for strategy in ("ddp", "fsdp", "pipeline", "tensor") for name in ("GPT2", "Llama")]
+
+
+def settings_of(name):
+    config = {"target": f"transformers:{name}Config", "args": CONFIGS[name]}
+    return {
+        "model": {"target": f"transformers:{MODELS[name][0]}", "args": {"config": config}},
+        "optimizer__args": {"lr": 1e-3},
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "tensor"])
+@pytest.mark.parametrize("strategy, name", [*LAYOUTS, ("tensor", "Qwen3"), ("tensor", "Phi3")])
 def test_a_transformers_model_trains_as_in_one_process(workshop, name, strategy):
-    kind, cut = MODELS[name]
-    config = {"target": f"transformers:{name}Config", "args": CONFIGS[name]}
-    settings = {
-        "model": {"target": f"transformers:{kind}", "args": {"config": config}},
-        "optimizer__args": {"lr": 1e-3},
-    }
-    options = {"pipeline": {"split": [cut]}}.get(strategy, {})
-    if (name, strategy) == ("GPT2", "tensor"):  # it carries no plan, and its layers are no nn.Linear
-        options = {"plan": {"lm_head": "colwise_gather", "transformer.wte": "table"}}
+    settings = settings_of(name)
+    options = {"split": [MODELS[name][1]]} if strategy == "pipeline" else {}
     trained = workshop.train(2, parallel={"strategy": strategy, **options}, **settings)
     assert_same(trained, workshop.single(**settings), 1e-5)
+
+
+@pytest.mark.slow
+def test_the_loss_on_logits_that_stay_split(workshop):
+    """Of GPT-2's layers whose outputs are gathered, only the head's stay split."""
+    settings = settings_of("GPT2")
+    trained = workshop.train(2, parallel={"strategy": "tensor", "loss_parallel": True}, **settings)
+    assert_same(trained, workshop.single(**settings), 1e-5)
+
+
+@pytest.mark.slow
+def test_a_plan_that_forgets_what_works_on_a_part_of_the_heads_is_told(workshop):
+    """Each peer would train the norms of its own heads, and none would say so."""
+    attention = "model.layers.*.self_attn"
+    plan = {f"{attention}.{name}_proj": "colwise" for name in "qkv"} | {f"{attention}.o_proj": "rowwise"}
+    with pytest.raises(RankFailed, match=r"gradient of model\.layers\.0\.self_attn\.[qk]_norm\.weight is not the same"):
+        workshop.train(2, parallel={"strategy": "tensor", "plan": plan}, **settings_of("Qwen3"))
+    plan |= {f"{attention}.[qk]_norm": "replicated"}
+    trained = workshop.train(2, parallel={"strategy": "tensor", "plan": plan}, **settings_of("Qwen3"))
+    assert_same(trained, workshop.single(**settings_of("Qwen3")), 1e-5)

@@ -155,7 +155,7 @@ class Pipeline:
         with context.autocast():
             output = self.cutting.run(stage, given, self.count - 1, call.args, call.kwargs)
             if stage != self.count - 1:
-                return output
+                return _plain(output)
             assert self.trainable is not None
             loss_sum, units = loss_of(self.trainable.task, self.model, micro_batch.batch, output)
         count = units.detach() if isinstance(units, Tensor) else torch.tensor(units, device=context.device)
@@ -258,6 +258,16 @@ class Pipeline:
             )
         kind = getattr(pipelining, self.schedule.kind)
         return kind(stages if self.schedule.several else stages[0], count, loss_fn=_as_it_is, scale_grads=False)
+
+
+def _plain(output: Tensor) -> Tensor:
+    """`output` as a tensor of its own: what is not contiguous cannot travel, and schedules that split the backward pass
+    detach in place, which no view allows."""
+    import torch
+
+    if output.is_contiguous() and not output._is_view():
+        return output
+    return output.clone(memory_format=torch.contiguous_format)
 
 
 def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:

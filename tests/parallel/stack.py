@@ -129,6 +129,31 @@ class Patches(nn.Module):
         return self.head(self.encoder(x)[:, 0])
 
 
+class Turned(nn.Module):
+    """Blocks that return a transposed view, as torch's attention does, and are given the gradient of one."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.scale = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return torch.tanh(self.mix(self.scale(x).transpose(1, 2)).contiguous()).transpose(1, 2)
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(1, 6)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+        self.head = nn.Linear(6, 1)
+        self.double()
+
+    def forward(self, x):
+        x = self.stem(x.unsqueeze(-1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
 class Skipping(Normed):
     """Uses a value of its first block again at the end: no pipeline can hand that over."""
 

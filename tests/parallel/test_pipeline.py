@@ -39,6 +39,13 @@ def test_batch_norm_in_a_pipeline(workshop, schedule):
     assert_same(trained, workshop.single(**settings), 1e-9)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev", "sequential"])
+def test_activations_that_are_transposed_views_travel(workshop, schedule):
+    settings = {**POINTS, "model": "stack.py:Turned"}
+    trained = workshop.train(2, parallel={"strategy": "pipeline", "schedule": schedule}, **settings)
+    assert_same(trained, workshop.single(**settings), 1e-9)
+
+
 @pytest.mark.parametrize(
     "model, told",
     [

@@ -25,6 +25,15 @@ class Shape:
     leaf: int | None = None
 
 
+def _told(leaf: Any) -> Any:
+    """How a leaf of an output is announced to other ranks."""
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        return Shape(tuple(leaf.shape), leaf.dtype)
+    return leaf if isinstance(leaf, bool | int | float | complex | str | bytes) else None
+
+
 class Relay:
     """Hands activations from rank to rank, and gradients back. All ranks of the group call its methods together."""
 
@@ -51,10 +60,13 @@ class Relay:
         return self._from_last(output)
 
     def _from_last(self, output: Any) -> Any:
-        """The last stage's output, whatever it is made of, on every rank of the group."""
+        """The last stage's output, whatever it is made of, on every rank of the group.
+
+        Of what is no tensor, plain values travel; anything else (a cache of keys and values) is None on all ranks.
+        """
         import torch
         import torch.distributed as dist
-        from torch.utils._pytree import tree_leaves, tree_map_only
+        from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
         pipeline = self.pipeline
         source = self._global(pipeline.owner_of_stage[-1])
@@ -62,7 +74,7 @@ class Relay:
         device = pipeline.context.device
         told: list[Any] = [None]
         if mine:
-            told = [tree_map_only(torch.Tensor, lambda value: Shape(tuple(value.shape), value.dtype), output)]
+            told = [tree_map(_told, output)]
         dist.broadcast_object_list(told, src=source, group=pipeline.group, device=device)
         values = iter([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)] if mine else ())
 

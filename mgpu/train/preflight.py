@@ -54,6 +54,8 @@ def preflight(spec: RunSpec, plan: Plan, runs_dir: Path) -> list[Fault]:
     if spec.init_from is not None:
         init_from = spec.init_from
         faults += _attempt(lambda: find_weights(init_from, runs_dir), ("init_from",))
+    for part, key in ((spec.task, ("task",)), *((metric, ("metrics", name)) for name, metric in spec.metrics.items())):
+        faults += _attempt(lambda p=part, k=key: build(p, key=k), key)  # type: ignore[misc]
     return faults or _attempt(lambda: _check_model(spec, plan), ("model",))
 
 

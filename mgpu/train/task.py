@@ -21,6 +21,8 @@ class Supervised:
     def __init__(self, loss: nn.Module, unit: Literal["sample", "token"] = "sample") -> None:
         if unit not in ("sample", "token"):
             raise ValueError(f"unit {unit!r}: must be sample or token")
+        if isinstance(loss, str):
+            raise TypeError(f"loss is the text {loss!r}; in args an object is written {{target: {loss}}}")
         if not hasattr(loss, "reduction"):
             raise TypeError(f"{type(loss).__name__} has no `reduction`: write a task of your own")
         loss.__dict__["reduction"] = "sum" if unit == "token" else "none"

@@ -65,3 +65,11 @@ class OneLayerNotSynced(Net):
     """DDP leaves out what a module lists here."""
 
     _ddp_params_and_buffers_to_ignore = frozenset({"first.weight"})
+
+
+class AnotherEachTime(Task):
+    """Noise that no seed decides."""
+
+    def loss(self, model, batch):
+        total, units = super().loss(model, batch)
+        return total * (1 + 1e-3 * int.from_bytes(os.urandom(2), "big") / 65536), units

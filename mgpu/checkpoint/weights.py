@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -47,6 +48,7 @@ def export(found: Found, output: Path, kind: Format) -> None:
             tied = found.data.get("tied", {})
             stored = {name: tensor.contiguous() for name, tensor in weights.items() if name not in tied}
             save_file(stored, temporary, metadata={"format": "pt", "step": str(found.step), **tied})
+            _sort_header(Path(temporary))
         else:
             torch.save(weights, temporary)
         os.chmod(temporary, 0o644)
@@ -133,3 +135,20 @@ def _fill(target: Tensor, whole: Tensor) -> None:
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     part = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
     target.to_local().copy_(part)
+
+
+def _sort_header(path: Path) -> None:
+    """Equal weights give equal files: the library writes its metadata in an order that changes from call to call.
+
+    A header is its length (8 bytes, little-endian), then JSON of that length, padded with blanks:
+    https://github.com/huggingface/safetensors#format
+    """
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        if "__metadata__" in header:
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))

@@ -22,6 +22,8 @@ LENIENCE = 10.0
 FLOOR = {"fp64": 1e-12}
 """Smallest difference that counts, relative to the value, by precision; FLOOR_SINGLE for the others."""
 FLOOR_SINGLE = 2e-6
+KERNEL_NOISE = 1e-2
+"""What two runs of one layout may differ by on GPUs, relative: some of their kernels add in no fixed order."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def verify(
         reference = run(chosen[0])
         if reference.failure:
             raise Refusal(f"layout {chosen[0]}, the reference, fails by itself: {reference.failure}")
+        _check_repeats(reference, run(chosen[0]), spec.precision)
         double = reference if spec.numerics == "exact" else run(chosen[0], "precision=fp64")
         if double.failure:
             raise Refusal(f"the model does not train in double precision, the yardstick: {double.failure}")
@@ -100,6 +103,20 @@ def verify(
                     raise
                 tell(f"{error.message}; left out")
     return Verdict(chosen[0], len(reference.steps), spec.numerics == "exact", tuple(rows), yardstick.summary())
+
+
+def _check_repeats(reference: Recording, again: Recording, precision: str) -> None:
+    """Refusal where the same layout gives other numbers the second time: there is nothing that layouts could agree on."""
+    floor = Yardstick(reference, reference, exact=False, precision=precision)
+    noise = 0.0 if reference.layout.devices.startswith("cpu") else KERNEL_NOISE
+    for index, (first, second) in enumerate(zip(reference.steps, again.steps, strict=False)):
+        for difference in _differences(index, first, second, floor):
+            if difference.size is None or not difference.size <= noise:
+                what = f"step {difference.step}, {difference.what}"
+                raise Refusal(
+                    f"layout {reference.layout} gives another result when it is repeated: {what}",
+                    hint="draw random numbers from the generators of Python, NumPy and torch, which mgpu seeds",
+                )
 
 
 class Yardstick:

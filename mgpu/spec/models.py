@@ -230,7 +230,7 @@ class RunSpec(SpecModel):
     task: BuildTarget = Target(target="mgpu.train:Supervised")
     """How a batch becomes a loss."""
     metrics: dict[str, BuildTarget] = {}
-    """Evaluation metrics by name: torchmetrics objects, or anything with update(predictions, targets) and compute()."""
+    """Evaluation metrics by name: torchmetrics objects, or anything with update(predictions, targets), compute() and reset()."""
     optimizer: BuildTarget | None = None
     """Called with the parameters and `args`."""
     schedule: Schedule = Schedule()

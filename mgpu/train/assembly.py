@@ -138,6 +138,8 @@ def _lay_out(spec: RunSpec, strategy: Strategy, context: Context, trace: Trace |
         assert spec.model
         seed_everything(weights_seed(spec.seed))
         model: torch.nn.Module = build(spec.model, key=("model",))
+        if not isinstance(model, torch.nn.Module):
+            raise PlanError(f"model: {spec.model.target} gives a {type(model).__name__}, which is no torch.nn.Module")
         if context.exact and (reason := why_not_exact(model)):
             raise PlanError(f"numerics: the model cannot be exact: {reason}")
         return model.to(context.dtype) if context.dtype else model

@@ -54,8 +54,9 @@ def preflight(spec: RunSpec, plan: Plan, runs_dir: Path) -> list[Fault]:
     if spec.init_from is not None:
         init_from = spec.init_from
         faults += _attempt(lambda: find_weights(init_from, runs_dir), ("init_from",))
-    for part, key in ((spec.task, ("task",)), *((metric, ("metrics", name)) for name, metric in spec.metrics.items())):
-        faults += _attempt(lambda p=part, k=key: build(p, key=k), key)  # type: ignore[misc]
+    faults += _attempt(lambda: build(spec.task, key=("task",)), ("task",))
+    for name, metric in spec.metrics.items():
+        faults += _attempt(lambda m=metric, k=("metrics", name): _check_metric(m, k), ("metrics", name))
     return faults or _attempt(lambda: _check_model(spec, plan), ("model",))
 
 
@@ -74,9 +75,20 @@ def _open_training(spec: RunSpec) -> None:
             raise TargetError(("data", "sampler"), reason)
         length = len(sampler)
     try:
-        learning_rate(spec, None if length is None else -(-length // spec.batch.size) if spec.batch else None)
+        rate = learning_rate(spec, None if length is None else -(-length // spec.batch.size) if spec.batch else None)
     except DataError as error:
         raise TargetError(("schedule",), error.message, error.hint) from error
+    if rate.total and rate.warmup > rate.total and spec.trace is None:
+        text = f"{spec.schedule.warmup} ({rate.warmup} steps) is longer than the duration, {rate.total} steps"
+        raise TargetError(("schedule", "warmup"), text)
+
+
+def _check_metric(target: Target, key: tuple[str | int, ...]) -> None:
+    metric = build(target, key=key)
+    if lacking := [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]:
+        raise TargetError(
+            key, f"{target.target} has no {', no '.join(lacking)}: a metric has update, compute and reset"
+        )
 
 
 def _open(target: Target, key: tuple[str | int, ...]) -> Any:
@@ -109,6 +121,6 @@ def _attempt(action: Any, key: tuple[str | int, ...]) -> list[Fault]:
         action()
     except MgpuError as refusal:
         return [{"key": list(getattr(refusal, "key", key)), "message": refusal.message, "hint": refusal.hint}]
-    except Exception as error:  # user code may raise anything while it opens its data
+    except (Exception, SystemExit) as error:  # user code may raise anything while it opens its data
         return [{"key": list(key), "message": f"{type(error).__name__}: {error}", "hint": ""}]
     return []

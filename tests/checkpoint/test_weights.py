@@ -1,5 +1,7 @@
 """Weights out into a file, and from a file, a checkpoint or a run into a model."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -41,6 +43,19 @@ def test_safetensors_holds_tied_weights_once(one, tmp_path):
         assert file.metadata()["1.weight"] == "0.weight"
         assert file.metadata()["step"] == "2"
     assert load_model(tied_model(), tmp_path / "m.safetensors") == (set(), [])
+
+
+def test_equal_weights_give_equal_files(one, tmp_path):
+    """The library writes its metadata (format, step, tied names) in an order of its own each time."""
+    contents = set()
+    for number in range(12):
+        path = tmp_path / f"{number}.safetensors"
+        export(one.folder.find(), path, "safetensors")
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    assert list(json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"]) == ["1.weight", "format", "step"]
+    load_model(tied_model(), path)
 
 
 @pytest.mark.parametrize("source", ["file", "checkpoint", "folder without a run"])

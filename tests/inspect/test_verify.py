@@ -72,6 +72,13 @@ def test_the_configs_agree(bench, name):
 
 
 @pytest.mark.slow
+def test_a_training_that_does_not_repeat_itself_is_no_reference(bench):
+    code, out, err = verify(bench, "--set=task=planted.py:AnotherEachTime", steps=2)
+    assert code == 2, out + err
+    assert "gives another result when it is repeated: step 1, loss" in " ".join(err.split())
+
+
+@pytest.mark.slow
 def test_every_strategy_agrees_on_a_gpt(bench):
     """Must show 3 of the strategies' issue; dropout off, which pipeline and tensor draw otherwise."""
     small = "model={target: mgpu.zoo:GPT, args: {layers: 4, width: 32, context: 16, heads: 2}}"

@@ -1,0 +1,37 @@
+"""What only the user's own code can tell is refused before a rank starts: exit code 2, with the spec's key."""
+
+import pytest
+
+CODE = """
+import sys
+class Metric:
+    def update(self, predictions, targets): pass
+    def compute(self): return 0.0
+class Leaving:
+    def __init__(self): sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        # 24 samples in batches of 12: two steps an epoch
+        (["duration=2 epochs", "schedule={warmup: 5 steps, shape: cosine}"], ["schedule.warmup", "5 steps", "4 steps"]),
+        (["duration=5 steps", "schedule={warmup: 3 epochs, shape: cosine}"], ["schedule.warmup", "6 steps", "5 steps"]),
+        (["data.eval=toy.py:Data", "metrics={mine: own.py:Metric}"], ["metrics.mine", "has no reset"]),
+        (["data.train=own.py:Leaving"], ["data.train", "SystemExit: 0"]),
+        (
+            ["task={target: mgpu.train:Supervised, args: {loss: torch.nn:MSELoss}}"],
+            ["task", "{target: torch.nn:MSELoss}"],
+        ),
+    ],
+    ids=["warm-up-in-steps", "warm-up-in-epochs", "metric", "leaving", "loss"],
+)
+def test_it_is_refused_before_a_rank_starts(bench, settings, words):
+    (bench.folder / "own.py").write_text(CODE)
+    size = ["batch={size: 12, micro: 6}"]
+    done = bench.mgpu("train", "toy.yaml", *(f"--set={setting}" for setting in size + settings))
+    assert done.returncode == 2, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert bench.store.list() == []

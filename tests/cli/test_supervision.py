@@ -15,6 +15,8 @@ from test_fault_table import assert_nothing_left, processes_of
 
 from mgpu.runs import State
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 TASK = '''

@@ -6,6 +6,8 @@ import torch
 from rank_pool import RankFailed
 from shop import POINTS, assert_same, make_workshop  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 SPREAD = {
     "ddp": (3, {"strategy": "ddp", "unused_parameters": True}),
     "fsdp": (4, {"strategy": "fsdp"}),

@@ -7,6 +7,8 @@ from shop import assert_same, make_workshop  # noqa: F401
 from mgpu.data.order import EpochOrder
 from mgpu.plugins import plugin_names
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "ddp": (2, {}),
     "ddp-3": (3, {"bucket_mb": 0.001}),

@@ -10,6 +10,8 @@ from mgpu.data.order import EpochOrder
 from mgpu.data.seeding import micro_batch_seed, sample_seed, seed_everything, weights_seed
 from mgpu.train.schedule import LearningRate
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = {
     "model": "toy.py:OneWeight",
     "task": {"target": "toy.py:Product", "args": {}},

@@ -18,6 +18,7 @@ from mgpu.topology import Topology
 
 LATER_STRATEGIES = ("tensorflow",)
 LATER_ENGINES = ("slurm", "kubernetes", "sky")
+LATER_LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 LOCAL_OPTIONS = ("engine", "port")
 
 
@@ -142,6 +143,7 @@ def make_plan(spec: RunSpec, topology: Topology) -> Plan:
     replicas = strategy.replicas(world)
     counts = _counts(spec, strategy, replicas)
     port = _port(spec)
+    _check_loggers(spec)
     told = strategy.check(Layout(spec, devices.kind, len(devices.names), counts)) if spec.batch else ()
     return Plan(
         strategy=spec.parallel.strategy,
@@ -227,6 +229,20 @@ def _port(spec: RunSpec) -> int:
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise PlanError(f"port {port!r}: must be a number from 0 (any free one) to 65535", key=("cluster", "port"))
     return port
+
+
+def _check_loggers(spec: RunSpec) -> None:
+    """Names that nothing would answer to are refused, never passed over."""
+    known = plugin_names("mgpu.loggers")
+    for index, name in enumerate(spec.loggers):
+        if name in LATER_LOGGERS or ":" in name:
+            text, hint = f"logger {name} is not available yet", f"write {' or '.join(known)}"
+        elif name not in known:
+            unknown = UnknownName("logger", name, known)
+            text, hint = unknown.message, unknown.hint
+        else:
+            continue
+        raise PlanError(text, key=("loggers", index), hint=hint)
 
 
 def listen(port: int) -> socket.socket:

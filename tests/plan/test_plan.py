@@ -100,3 +100,12 @@ def test_uneven_rounds_are_refused_with_a_number_that_fits(plan_of):
     with pytest.raises(PlanError, match="7 do not divide by 2 rounds of 3 ranks") as refused:
         plan_of(3, parallel={"strategy": "pipeline", "schedule": "interleaved"}, batch={"size": 14, "micro": 2})
     assert refused.value.hint.startswith("8 micro batches")
+
+
+@pytest.mark.parametrize("name, words", [
+    ("consol", "unknown logger 'consol'"), ("tensorboard", "not available yet"), ("mine.py:Logger", "not available yet"),
+])  # fmt: skip
+def test_a_logger_that_nothing_would_answer_to_is_refused(plan_of, name, words):
+    with pytest.raises(PlanError, match=words) as refused:
+        plan_of(1, parallel={"strategy": "single"}, loggers=["console", name])
+    assert refused.value.key == ("loggers", 1)

@@ -29,7 +29,7 @@ def stop(
 
     found = RunStore(runs_dir).find(run)
     state = control.stop(found, now=now)
-    saved = next(iter(found.checkpoint_steps()), None)
+    saved = found.last_saved()
     kept = "no checkpoint was written yet" if saved is None else f"saved step {saved}"
     print(f"{state}  {found.id}: {kept}\ncontinue:  mgpu resume {found.id}", file=sys.stderr)
 

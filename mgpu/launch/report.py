@@ -29,7 +29,7 @@ def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
         lines.append(f"next   {_mend(cause)}mgpu resume {run.id}")
         console.print("\n".join(lines), style="red", markup=False, soft_wrap=True)
         return
-    saved = next(iter(run.checkpoint_steps()), None)
+    saved = run.last_saved()
     lines.append(f"saved  step {saved}" if saved is not None else "saved  nothing: no checkpoint was written yet")
     lines.append(f"continue:  mgpu resume {run.id}")
     console.print("\n".join(lines), markup=False, soft_wrap=True)
@@ -67,7 +67,7 @@ def as_json(run: Run, code: int) -> dict[str, Any]:
         "exit_code": code,
         "attempts": run.attempts,
         "step": run.last_step,
-        "checkpoint": next(iter(run.checkpoint_steps()), None),
+        "checkpoint": run.last_saved(),
         "cause": ended.get("cause"),
         "not_restarted": ended.get("not_restarted"),
     }

@@ -73,7 +73,7 @@ class Supervisor:
             return self._tell(State.LOST, EXIT_FAILED, cause, Decision(None))
 
     def _attempt(self) -> tuple[int, Decision]:
-        before = self.run.checkpoint_steps()
+        before = self._progress()
         attempt = Attempt(self.run, self.number, self.spec, self.plan, self.spawner, self.board, self.stop)
         self.spawner.while_waiting = lambda: None  # once ranks exist, a stop goes to them
         attempt.start()
@@ -89,7 +89,7 @@ class Supervisor:
         state, code = self._outcome(cause, evidence)
         decision = Decision(None)
         if state is State.FAILED and cause is not None:
-            progressed = self.run.checkpoint_steps()[:1] > before[:1]
+            progressed = self._progress() != before
             if evidence.is_script:
                 progressed = evidence.seconds >= SCRIPT_SECONDS
             self.endings.append(Ending(cause, time.time(), progressed))
@@ -133,8 +133,13 @@ class Supervisor:
             )  # fmt: skip
         return code
 
+    def _progress(self) -> tuple[int, int]:
+        """What a new checkpoint changes, also one of an earlier step than a damaged one, or one whose event was lost."""
+        saves = sum(event.get("event") == "saved" for event in self.run.events())
+        return saves, next(iter(self.run.checkpoint_steps()), 0)
+
     def _saved(self) -> int:
-        return next(iter(self.run.checkpoint_steps()), 0)
+        return self.run.last_saved() or 0
 
     def _restarts(self) -> list[float]:
         return [event["unix"] for event in self.run.events() if event.get("event") == "restarting"]

@@ -90,6 +90,15 @@ class Run:
         found = (re.fullmatch(r"step-(\d+)", path.name) for path in self.checkpoints.glob("step-*"))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
+    def last_saved(self) -> int | None:
+        """The step of the checkpoint that was written last, which a damaged one of a later step may outrank; None without.
+
+        Whether it is whole is not looked at.
+        """
+        steps = self.checkpoint_steps()
+        saved = (event.get("step") for event in reversed(self.events()) if event.get("event") == "saved")
+        return next((step for step in saved if step in steps), next(iter(steps), None))
+
     def newest_start(self) -> dict[str, Any] | None:
         """The `attempt_started` event of the newest attempt."""
         return next((event for event in reversed(self.events()) if event.get("event") == "attempt_started"), None)

@@ -118,3 +118,18 @@ def test_events_cut_off_anywhere_are_read_up_to_there(tmp_path_factory, length):
     assert run.state == expected
     assert run.attempts == sum(b"attempt_started" in line for line in whole)
     assert run.exit_code == {5: 1, 7: 0}.get(len(whole))
+
+
+def test_the_last_saved_checkpoint_is_the_one_that_was_written_last(run):
+    """After a resume from before a damaged step 30, step 27 is newer than that."""
+    assert run.last_saved() is None
+    for step in (20, 30):
+        (run.checkpoints / f"step-{step:08}").mkdir(parents=True)
+        run.record("saved", step=step)
+    assert run.last_saved() == 30
+    (run.checkpoints / "step-00000027").mkdir()
+    assert run.last_saved() == 30  # published, but nothing says when
+    run.record("saved", step=27)
+    run.record("saved", step=29)  # pruned since
+    assert run.last_saved() == 27
+    assert run.checkpoint_steps() == [30, 27, 20]

@@ -51,10 +51,13 @@ class Relay:
         return self._from_last(output)
 
     def _from_last(self, output: Any) -> Any:
-        """The last stage's output, whatever it is made of, on every rank of the group."""
+        """The last stage's output, whatever it is made of, on every rank of the group.
+
+        What cannot travel is None on all: a cache of keys and values has those of its own stage only.
+        """
         import torch
         import torch.distributed as dist
-        from torch.utils._pytree import tree_leaves, tree_map_only
+        from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
         pipeline = self.pipeline
         source = self._global(pipeline.owner_of_stage[-1])
@@ -62,7 +65,7 @@ class Relay:
         device = pipeline.context.device
         told: list[Any] = [None]
         if mine:
-            told = [tree_map_only(torch.Tensor, lambda value: Shape(tuple(value.shape), value.dtype), output)]
+            told = [tree_map(_told, output)]
         dist.broadcast_object_list(told, src=source, group=pipeline.group, device=device)
         values = iter([leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)] if mine else ())
 
@@ -166,6 +169,21 @@ class Relay:
         import torch.distributed as dist
 
         return dist.get_global_rank(self.pipeline.group, rank)
+
+
+def _told(value: Any) -> Any:
+    """What the other ranks are told of a part of an output."""
+    import pickle
+
+    from torch import Tensor
+
+    if isinstance(value, Tensor):
+        return Shape(tuple(value.shape), value.dtype)
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return value
 
 
 def _key(call: Call) -> Any:

@@ -154,6 +154,16 @@ class Turned(nn.Module):
         return self.head(x[:, 0])
 
 
+class Remembering(Normed):
+    """Returns beside its logits something that no other process can be given."""
+
+    def __init__(self):
+        super().__init__(norm=False)
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "memory": lambda: x}
+
+
 class Skipping(Normed):
     """Uses a value of its first block again at the end: no pipeline can hand that over."""
 

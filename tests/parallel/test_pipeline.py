@@ -46,6 +46,13 @@ def test_activations_that_are_transposed_views_travel(workshop, schedule):
     assert_same(trained, workshop.single(**settings), 1e-9)
 
 
+def test_an_output_with_something_that_cannot_travel(workshop):
+    """The loss and the evaluation are of the logits; the rest stays where it is."""
+    settings = {**POINTS, "model": "stack.py:Remembering"}
+    trained = workshop.train(2, parallel={"strategy": "pipeline"}, **settings)
+    assert_same(trained, workshop.single(**settings), 1e-9)
+
+
 @pytest.mark.parametrize(
     "model, told",
     [

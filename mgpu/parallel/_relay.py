@@ -180,21 +180,6 @@ class Relay:
         return dist.get_global_rank(self.pipeline.group, rank)
 
 
-def _told(value: Any) -> Any:
-    """What the other ranks are told of a part of an output."""
-    import pickle
-
-    from torch import Tensor
-
-    if isinstance(value, Tensor):
-        return Shape(tuple(value.shape), value.dtype)
-    try:
-        pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
-    return value
-
-
 def _key(call: Call) -> Any:
     from torch import Tensor
     from torch.utils._pytree import tree_flatten

@@ -146,9 +146,9 @@ def _sort_header(path: Path) -> None:
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-        if "__metadata__" in header:
-            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:
-            file.seek(8)
-            file.write(text.ljust(length))
+        if len(text) > length:  # the tensors begin right after it
+            raise CheckpointError(f"the header of the exported weights has {len(text)} bytes in place of {length}")
+        file.seek(8)
+        file.write(text.ljust(length))

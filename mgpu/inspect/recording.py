@@ -21,7 +21,8 @@ class Step:
     """One step, put together from all ranks.
 
     `micro`: index → (sample ids, hash of the content); `losses`: index → (sum, units) as the task gave them, where each
-    rank was asked once a micro batch. `gradients` and `parameters`: name → digest. `torn`: names that ranks held differently.
+    rank was asked once a micro batch. `lr`: name → rate. `gradients` and `parameters`: name → digest. `torn`: names that
+    ranks held differently.
     """
 
     number: int
@@ -31,7 +32,7 @@ class Step:
     loss: float
     units: float
     grad_norm: float
-    lr: tuple[float, ...]
+    lr: dict[str, float]
     gradients: dict[str, list[float]]
     parameters: dict[str, list[float]]
     torn: dict[str, list[int]] = field(default_factory=dict)
@@ -97,14 +98,22 @@ def _merge(lines: list[dict[str, Any]]) -> Step:
             losses.update({index: tuple(answer) for (index, _, _), answer in pairs})
     gradients, _ = _held(lines, "gradients")
     parameters, torn = _held(lines, "parameters")
-    # Each once: a layout may keep parameters that lie differently in groups of their own, at the same rate.
-    rates = tuple(sorted({rate for line in lines for rate in line["lr"]}))
     first = lines[0]
     return Step(
         number=first["step"], micro=micro, losses=losses, twice=tuple(twice), loss=_float(first["loss"]),
-        units=first["units"], grad_norm=_float(first["grad_norm"]), lr=rates, gradients=gradients,
+        units=first["units"], grad_norm=_float(first["grad_norm"]), lr=_rates(lines), gradients=gradients,
         parameters=parameters, torn=torn,
     )  # fmt: skip
+
+
+def _rates(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The learning rate of each parameter; one that ranks see differently has a name more."""
+    found: dict[str, float] = {}
+    for rank, line in enumerate(lines):
+        for name, rate in line["lr"].items():
+            if found.setdefault(name, rate) != rate:
+                found[f"{name} on rank {rank}"] = rate
+    return found
 
 
 def _held(lines: list[dict[str, Any]], kind: str) -> tuple[dict[str, list[float]], dict[str, list[int]]]:

@@ -196,12 +196,13 @@ def _relative(right: dict[str, list[float]], found: dict[str, list[float]]) -> f
 
 def _differences(index: int, right: Step, found: Step, yardstick: Yardstick) -> Iterator[Difference]:
     yield from _of_data(right, found)
-    if right.lr != found.lr:
-        size = abs(found.lr[0] - right.lr[0]) / (abs(right.lr[0]) or 1.0)
+    if odd := sorted(name for name in {**right.lr, **found.lr} if right.lr.get(name) != found.lr.get(name)):
+        mine, theirs = (lr.get(odd[0]) for lr in (right.lr, found.lr))
+        size = None if mine is None or theirs is None else abs(theirs - mine) / (abs(mine) or 1.0)
         cause = (
             "something steps the learning rate once a micro batch or a rank; mgpu's schedule is a function of the step"
         )
-        yield Difference(right.number, "learning rate", size, 0.0, cause)
+        yield Difference(right.number, f"learning rate of {odd[0]}", size, 0.0, cause)
     allowed, apart = yardstick.loss(index), abs(right.loss - found.loss)
     if not apart <= allowed:
         scale = abs(right.loss) or 1.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import PlanError, Problem, Refusal, SpecError
@@ -60,7 +61,10 @@ def train(path: Path, overrides: Sequence[str], runs_dir: Path, *, detach: bool 
     loaded = load_spec(path, overrides)
     plan = lay_out(loaded)
     listener = _hold_port(loaded, plan)
-    run = RunStore(runs_dir).create(loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path))
+    with _writing_into(runs_dir):
+        run = RunStore(runs_dir).create(
+            loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path)
+        )
     return _follow(run, 1, loaded, plan, listener, relay, detach, as_json, source=str(path))
 
 
@@ -78,10 +82,21 @@ def resume(
     loaded = load_spec(run.spec_path, overrides)
     plan = lay_out(loaded)
     listener = _hold_port(loaded, plan)
-    write_atomic(run.spec_path, loaded.dump())
-    write_json(run.plan_path, plan.to_json())
-    run.record("resumed", command=sys.argv, overrides=list(overrides))
+    with _writing_into(run.path):
+        write_atomic(run.spec_path, loaded.dump())
+        write_json(run.plan_path, plan.to_json())
+        run.record("resumed", command=sys.argv, overrides=list(overrides))
     return _follow(run, run.attempts + 1, loaded, plan, listener, relay, detach, as_json)
+
+
+@contextlib.contextmanager
+def _writing_into(folder: Path) -> Iterator[None]:
+    """A folder that cannot be written is refused: nothing has been started yet."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{error.filename or folder} cannot be written: {error.strerror or error}"
+        raise Refusal(text, hint="make room or mend its rights, or name another folder: --runs-dir") from error
 
 
 def _listening() -> SignalRelay:

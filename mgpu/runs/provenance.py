@@ -1,6 +1,6 @@
 """What a run was made on and from: machine, software, git state. Recorded before anything can fail.
 
-Nothing here raises, and nothing imports what it reports on: whatever cannot be found out is null.
+Nothing here raises, and nothing imports what it reports on: whatever cannot be found out is null, and `not_found` says why.
 """
 
 from __future__ import annotations
@@ -44,31 +44,52 @@ def write_provenance(run: Run, command: list[str], spec_source: str) -> None:
 def collect(command: list[str], spec_source: str) -> dict[str, Any]:
     """All that is worth knowing later, as JSON values. `spec_source` is the path of the spec; its folder's git state
     is recorded beside that of the working directory."""
-    spec_git, here_git = _git_states(Path(spec_source).parent, Path())
+    search = _Search()
+    spec_git, here_git = _git_states(search, Path(spec_source).parent, Path())
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        "host": _or_none(socket.gethostname),
-        "user": _or_none(getpass.getuser),
-        "directory": _or_none(os.getcwd),
+        "host": search.or_none("host", socket.gethostname),
+        "user": search.or_none("user", getpass.getuser),
+        "directory": search.or_none("directory", os.getcwd),
         "command": list(command),
         "spec": spec_source,
         "mgpu": mgpu.__version__,
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "packages": {name: _or_none(metadata.version, name) for name in _PACKAGES},
-        "platform": _or_none(platform.platform),
-        "kernel": _or_none(platform.release),
-        "cpu": {"count": os.cpu_count(), "allowed": _or_none(_allowed_cpus), "memory_bytes": _or_none(_memory_bytes)},
-        "gpu": _or_none(_gpus),
+        "packages": {name: search.or_none(name, _version, name) for name in _PACKAGES},
+        "platform": search.or_none("platform", platform.platform),
+        "kernel": search.or_none("kernel", platform.release),
+        "cpu": {
+            "count": os.cpu_count(),
+            "allowed": search.or_none("allowed CPUs", _allowed_cpus),
+            "memory_bytes": search.or_none("memory", _memory_bytes),
+        },
+        "gpu": search.or_none("GPUs", _gpus, search),
         "git": {"spec": spec_git, "directory": here_git},
         "environment": _environment(),
+        "not_found": search.faults,
     }
 
 
-def _or_none(find: Callable[..., T], *arguments: object) -> T | None:
+class _Search:
+    """Answers, or null; and why not."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+
+    def or_none(self, what: str, find: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return find(*arguments)
+        except Exception as error:
+            # Of any kind: drivers, file systems and user databases fail in their own ways, and no run ends over this page.
+            self.faults.append(f"{what}: {type(error).__name__}: {error}")
+            return None
+
+
+def _version(package: str) -> str | None:
+    """None for a package that is not installed."""
     try:
-        return find(*arguments)
-    except Exception:
-        # Of any kind: drivers, file systems and user databases fail in their own ways, and no run ends over this page.
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
@@ -88,24 +109,27 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _gpus() -> dict[str, Any]:
+def _gpus(search: _Search) -> dict[str, Any]:
     import pynvml
 
     pynvml.nvmlInit()
     try:
         devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return {"driver": _text(pynvml.nvmlSystemGetDriverVersion()), "devices": [_gpu(device) for device in devices]}
+        return {
+            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "devices": [_gpu(search, device) for device in devices],
+        }
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(device: Any) -> dict[str, Any]:
+def _gpu(search: _Search, device: Any) -> dict[str, Any]:
     import pynvml
 
-    memory = _or_none(pynvml.nvmlDeviceGetMemoryInfo, device)
+    memory = search.or_none("memory of a GPU", pynvml.nvmlDeviceGetMemoryInfo, device)
     return {
-        "name": _or_none(lambda: _text(pynvml.nvmlDeviceGetName(device))),
-        "uuid": _or_none(lambda: _text(pynvml.nvmlDeviceGetUUID(device))),
+        "name": search.or_none("name of a GPU", lambda: _text(pynvml.nvmlDeviceGetName(device))),
+        "uuid": search.or_none("UUID of a GPU", lambda: _text(pynvml.nvmlDeviceGetUUID(device))),
         "memory_bytes": None if memory is None else int(memory.total),
     }
 
@@ -115,15 +139,15 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _git_states(*folders: Path) -> list[dict[str, Any] | None]:
+def _git_states(search: _Search, *folders: Path) -> list[dict[str, Any] | None]:
     """The git state of each folder. One call of git a work tree, and one time limit for all of them."""
     deadline = time.monotonic() + _GIT_SECONDS
     known: dict[Path, dict[str, Any] | None] = {}
     states = []
     for folder in folders:
-        tree = _or_none(_work_tree, folder)
+        tree = search.or_none("git", _work_tree, folder)
         if tree is not None and tree not in known:
-            known[tree] = _or_none(_git_state, tree, deadline)
+            known[tree] = search.or_none("git", _git_state, tree, deadline)
         states.append(None if tree is None else known[tree])
     return states
 

@@ -121,8 +121,7 @@ class Training:
             stepped = scaler.get_scale() >= scale
         self.optimizer.zero_grad(set_to_none=True)
         if self.trace and stepped:
-            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-            self.trace.after_step(self.position.step + 1, self.trainable, totals, norm, rates)
+            self.trace.after_step(self.position.step + 1, self.trainable, totals, norm, self.optimizer)
         return norm, stepped
 
     def _is_last(self, position: Position) -> bool:

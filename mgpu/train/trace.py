@@ -62,8 +62,11 @@ class Trace:
             if parameter.grad is not None
         }
 
-    def after_step(self, step: int, trainable: Trainable, totals: StepLoss, norm: Tensor, rates: list[float]) -> None:
-        """Write the line of `step`. `rates` is the learning rate of each parameter group as the optimizer used it."""
+    def after_step(
+        self, step: int, trainable: Trainable, totals: StepLoss, norm: Tensor, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Write the line of `step`, with the learning rate of each parameter as the optimizer used it."""
+        rates = {id(value): float(group["lr"]) for group in optimizer.param_groups for value in group["params"]}
         line = {
             "step": step,
             "micro": self._micro,
@@ -71,7 +74,7 @@ class Trace:
             "loss": float(totals.loss_sum / totals.units),
             "units": float(totals.units),
             "grad_norm": float(norm),
-            "lr": rates,
+            "lr": {name: rates[id(value)] for name, value in trainable.named_parameters.items() if id(value) in rates},
             "gradients": self._gradients,
             "parameters": {name: digest(parameter) for name, parameter in trainable.named_parameters.items()},
         }

@@ -35,3 +35,11 @@ def test_it_is_refused_before_a_rank_starts(bench, settings, words):
     for word in words:
         assert word in done.stderr
     assert bench.store.list() == []
+
+
+def test_a_folder_for_runs_that_cannot_be_written_is_refused(bench):
+    (bench.folder / "taken").write_text("a file")
+    done = bench.mgpu("train", "toy.yaml", "--runs-dir", "taken/runs")
+    assert done.returncode == 2
+    assert "taken/runs cannot be written: Not a directory" in done.stderr
+    assert "Traceback" not in done.stderr

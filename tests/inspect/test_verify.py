@@ -9,7 +9,7 @@ import torch
 
 from mgpu.errors import Refusal
 from mgpu.inspect.layouts import Layout
-from mgpu.inspect.recording import distance
+from mgpu.inspect.recording import _rates, distance
 from mgpu.train.trace import digest
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +118,12 @@ def test_layouts_are_devices_with_or_without_a_strategy():
     for text in ("", "cpu:", "a b", "@2", "hybrid:=2@cpu:4", "hybrid:replicate=@cpu:4"):
         with pytest.raises(Refusal):
             Layout.parse(text)
+
+
+def test_rates_are_those_of_each_parameter_on_every_rank():
+    """In groups of whatever order; a rank that sees another rate is not outvoted."""
+    assert _rates([{"lr": {"a": 0.1, "b": 0.2}}, {"lr": {"b": 0.2, "c": 0.1}}]) == {"a": 0.1, "b": 0.2, "c": 0.1}
+    assert _rates([{"lr": {"a": 0.1}}, {"lr": {"a": 0.3}}]) == {"a": 0.1, "a on rank 1": 0.3}
 
 
 def test_the_distance_of_two_digests_estimates_that_of_the_tensors():

@@ -116,9 +116,19 @@ def test_layers_on_several_devices_of_one_process():
     assert model.layers[1].mlp.up.weight.device.type == "meta"
     seen = []
     model.layers[1].register_forward_hook(lambda module, args, output: seen.append((args[0].device.type, output.shape)))
-    with pytest.raises(NotImplementedError, match="meta"):  # the way back to the first device
-        model(torch.zeros(1, 8, dtype=torch.int64))
+    way_back = []
+
+    class Homeward(torch.Tensor):
+        """Values of a device that has none cannot come back; where they are asked to is noted."""
+
+        def to(self, device):
+            way_back.append((self.device.type, device.type))
+            return torch.zeros(self.shape)
+
+    model.register_forward_hook(lambda module, args, output: output.as_subclass(Homeward), prepend=True)
+    assert model(torch.zeros(1, 8, dtype=torch.int64)).device.type == "cpu"
     assert seen == [("meta", (1, 8, 16))]
+    assert way_back == [("meta", "cpu")]
 
 
 @pytest.mark.parametrize("wrap, units", [("auto", 3), (("Attention", "Mlp"), 6), (3000, 3), (600, 9)])

@@ -42,6 +42,7 @@ def repository(tmp_path):
 
 def test_the_machine_and_the_software_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(provenance_module, "_PACKAGES", ("pydantic", "no-such-package"))
     found = collect(["mgpu", "train", "a.yaml"], "a.yaml")
     assert found["command"] == ["mgpu", "train", "a.yaml"]
     assert found["directory"] == str(tmp_path)
@@ -53,6 +54,8 @@ def test_the_machine_and_the_software_are_told(tmp_path, monkeypatch):
         kibibytes = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:"))
     assert found["cpu"]["memory_bytes"] == kibibytes * 1024
     assert found["git"] == {"spec": None, "directory": None}
+    assert found["packages"]["no-such-package"] is None  # an answer, no fault
+    assert not [fault for fault in found["not_found"] if not fault.startswith("GPUs: ")]
 
 
 def test_it_is_written_as_json(tmp_path):
@@ -160,6 +163,11 @@ def test_whatever_cannot_be_found_is_null(tmp_path, monkeypatch):
     found = collect(["mgpu"], "a.yaml")
     assert (found["host"], found["user"], found["directory"], found["gpu"]) == (None, None, None, None)
     assert (found["cpu"]["allowed"], found["cpu"]["memory_bytes"]) == (None, None)
+    reasons = dict(fault.split(": ", 1) for fault in found["not_found"])
+    assert reasons["host"] == "OSError: "
+    assert reasons["user"] == "KeyError: 'uid not found: 1234'"
+    assert reasons["GPUs"].startswith("ModuleNotFoundError")
+    assert {"directory", "allowed CPUs", "memory"} <= set(reasons)
 
 
 def test_gpus_are_told_by_name_and_driver(monkeypatch):

@@ -6,6 +6,8 @@ from shop import POINTS, assert_same, make_workshop  # noqa: F401
 
 from mgpu.parallel._schedules import SCHEDULES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

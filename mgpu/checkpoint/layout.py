@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from mgpu.checkpoint.packed import Packed, checkpointable
 from mgpu.checkpoint.state import Path, State
 
 _ALIGNMENT = 64
@@ -104,7 +105,7 @@ def make_layout(state: State, rank: int, world: int) -> Layout:
 def local_items(state: State) -> list[WriteItem]:
     """One item for each tensor or shard that this rank holds; an empty shard of a tensor is none."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({joined(path): tensor for path, tensor in state.tensors.items()})
+    planner.set_up_planner({joined(path): checkpointable(tensor) for path, tensor in state.tensors.items()})
     return [
         item
         for item in planner.create_local_plan().items
@@ -135,7 +136,10 @@ def shared_out(plans: Sequence[SavePlan], from_first: Iterable[str]) -> list[Sav
 
 def local_tensor(state: Mapping[str, Tensor], piece: Piece) -> Tensor:
     """The values of `piece`, where they are now."""
-    found = find_state_dict_object(dict(state), piece.index)
+    found = checkpointable(state[piece.index.fqn])
+    if isinstance(found, Packed):
+        return found.part(piece.index)
+    found = find_state_dict_object({piece.index.fqn: found}, piece.index)
     assert isinstance(found, Tensor)
     return found
 

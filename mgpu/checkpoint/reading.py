@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from mgpu.checkpoint.folder import CheckpointFolder, Found
 from mgpu.checkpoint.manifest import METADATA
+from mgpu.checkpoint.packed import Packed, checkpointable
 from mgpu.errors import DamagedCheckpoint
 
 _METADATA_CLASSES = frozenset(
@@ -90,6 +91,7 @@ class Reader:
         state: dict[str, Any] = {".".join((home, *path)): tensor for path, tensor in tensors.items()}
         planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self.metadata, is_coordinator=True)
+        planner.state_dict = {key: checkpointable(tensor) for key, tensor in state.items()}
         reader = FileSystemReader(self.found.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
@@ -99,7 +101,11 @@ class Reader:
 
 
 class _TensorsOnly(DefaultLoadPlanner):
-    """torch's own planner would unpickle bytes freely; checkpoints of ours have none."""
+    """torch's own planner would unpickle bytes freely; checkpoints of ours have none. It knows no packed tensors either."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.part(index) if isinstance(found, Packed) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise DamagedCheckpoint(f"{read_item.dest_index.fqn} is no tensor")

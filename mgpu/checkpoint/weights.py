@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mgpu.checkpoint.folder import CheckpointFolder, Found
 from mgpu.checkpoint.manifest import MANIFEST
+from mgpu.checkpoint.packed import blocks_of
 from mgpu.checkpoint.reading import read_weights
 from mgpu.checkpoint.state import model_tensors
 from mgpu.errors import CheckpointError, DamagedCheckpoint
@@ -132,9 +132,8 @@ def _fill(target: Tensor, whole: Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    part = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    target.to_local().copy_(part)
+    for block in blocks_of(target):
+        block.of_part(target.to_local()).copy_(block.of_whole(whole))
 
 
 def _sort_header(path: Path) -> None:

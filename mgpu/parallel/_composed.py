@@ -158,7 +158,7 @@ class ComposedStrategy(Strategy):
         degrees = self.degrees(layout.devices)
         stages, sharding, split = self.pipeline(), self.sharding(), self.tensor_split()
         if split is not None and degrees.tensor > 1:
-            split.check(model, degrees.tensor)
+            split.check(model, degrees.tensor, degrees.shard)
         if sharding is not None and degrees.shard > 1:
             sharding.units(model)
         if stages is not None and degrees.pipeline > 1:

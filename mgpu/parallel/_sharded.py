@@ -70,6 +70,7 @@ class Sharding:
             if kinds[self.gather]
             else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+            "shard_placement_fn": _beside_packed,
         }
         self.roots = list(getattr(model, "stages", None) or [model])
         whole = model.model if hasattr(model, "stages") else model
@@ -123,6 +124,34 @@ class Sharding:
             for module in root.modules():
                 if hasattr(module, "reshard"):
                     module.reshard()
+
+
+def _packed_dimension(parameter: Tensor) -> int | None:
+    """The dimension along which tensor peers hold several places of a packed matrix; None of another parameter."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    places = parameter.placements if isinstance(parameter, DTensor) else ()
+    return next((place.dim % parameter.dim() for place in places if isinstance(place, _StridedShard)), None)
+
+
+def _beside_packed(parameter: nn.Parameter) -> Any:
+    """Rows by default. What is cut into several runs of rows is sharded by columns: a DTensor can say one such cut only."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if _packed_dimension(parameter) == 0 else None
+
+
+def check_packed(name: str, parameter: nn.Parameter, shards: int) -> None:
+    """PlanError where `parameter`, of whose rows each tensor peer holds several runs, cannot be sharded too."""
+    if parameter.dim() < 3 and (parameter.dim() == 1 or parameter.shape[1] % shards):
+        columns = f"{parameter.shape[1]} columns, which do not divide by" if parameter.dim() == 2 else "no columns for"
+        raise PlanError(
+            f"{name} holds several matrices, each split over tensor peers, so that it is sharded by columns: it has {columns} "
+            f"the {shards} shards",
+            key=("parallel",),
+            hint="replicate in place of shard, or leave the module out of the tensor plan",
+        )
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Which layer is split how: plans of name patterns, the built-in ones, and the one a Hugging Face model carries."""
+"""Which layer is split how, by a plan of name patterns: what does not fit is refused, and the rest is done."""
 
 from __future__ import annotations
 
@@ -9,51 +9,15 @@ from typing import TYPE_CHECKING
 
 from mgpu.errors import PlanError, suggest
 from mgpu.parallel._blocks import repeated_blocks
-from mgpu.parallel._sharded import _ties
-from mgpu.parallel._tensor_styles import STYLES, UNSPLIT, is_transposed, style_of
+from mgpu.parallel._sharded import _ties, check_packed
+from mgpu.parallel._tensor_attention import check_attention, whole_parameters
+from mgpu.parallel._tensor_built_in import known_plan
+from mgpu.parallel._tensor_local import check_experts, cut_of, split_parameter
+from mgpu.parallel._tensor_styles import OF_PARAMETERS, UNSPLIT, is_transposed, style_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-HUGGING_FACE = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "colwise_rep": "colwise_gather",
-    "colwise_gather_output": "colwise_gather",
-    "embedding_rowwise": "table",
-    "rowwise_split_input": "rowwise_split",
-    "replicated_with_grad_allreduce": "replicated",
-}
-GPT = {
-    "layers.*.attention.q": "colwise", "layers.*.attention.k": "colwise", "layers.*.attention.v": "colwise",
-    "layers.*.attention.o": "rowwise", "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise",
-    "tokens": "table", "head": "colwise_gather",
-}  # fmt: skip
-GPT_SEQUENCE = {
-    **GPT,
-    "layers.0": "scatter", "layers.*.attention_norm": "sequence", "layers.*.mlp_norm": "sequence",
-    "layers.*.attention": "gather", "layers.*.mlp": "gather", "norm": "sequence", "head": "colwise_gather_sequence",
-    "layers.*.attention.o": "rowwise_scatter", "layers.*.mlp.down": "rowwise_scatter",
-}  # fmt: skip
-VISION_TRANSFORMER = {
-    "encoder.layers.*.mlp.0": "colwise",
-    "encoder.layers.*.mlp.3": "rowwise",
-}
-GPT2 = {
-    # One matrix makes queries, keys and values one after the other: no cut of it is a cut into heads.
-    "h.*.attn.c_attn": "colwise_gather", "h.*.attn.q_attn": "colwise_gather", "h.*.attn.c_proj": "rowwise_split",
-    "h.*.crossattention.c_attn": "colwise_gather", "h.*.crossattention.q_attn": "colwise_gather",
-    "h.*.crossattention.c_proj": "rowwise_split",
-    "h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "wte": "table",
-}  # fmt: skip
-GPT2_HEAD = {**{f"transformer.{pattern}": style for pattern, style in GPT2.items()}, "lm_head": "colwise_gather"}
-BUILT_IN = {
-    ("mgpu.zoo.gpt", "GPT"): GPT,
-    ("torchvision.models.vision_transformer", "VisionTransformer"): VISION_TRANSFORMER,
-    ("transformers.models.gpt2.modeling_gpt2", "GPT2Model"): GPT2,
-    ("transformers.models.gpt2.modeling_gpt2", "GPT2LMHeadModel"): GPT2_HEAD,
-}
 
 
 @dataclass(frozen=True)
@@ -65,77 +29,89 @@ class TensorSplit:
     loss_parallel: bool = False
 
     def styles(self, model: nn.Module) -> dict[str, str]:
-        """The style of each module that is split; PlanError where a pattern or a style is not there."""
-        plan = self._plan(model)
-        names = [name for name, _ in model.named_modules()]
+        """The style of each module that is split."""
+        return self._matched(model)[0]
+
+    def _matched(self, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+        """Styles of modules, and of parameters: those that a pattern which names no module names."""
+        modules = [name for name, _ in model.named_modules()]
+        parameters = [name for name, _ in model.named_parameters()]
         found: dict[str, str] = {}
-        for pattern, style in plan.items():
-            matching = fnmatch.filter(names, pattern)
-            if not matching and isinstance(self.plan, Mapping):
-                raise PlanError(
-                    f"no module is named {pattern!r}", key=("parallel", "plan"), hint=suggest(pattern, names)
-                )
-            found.update(dict.fromkeys(matching, style))
+        of_parameters: dict[str, str] = {}
+        for pattern, style in self._plan(model).items():
+            if matching := fnmatch.filter(modules, pattern):
+                found.update(dict.fromkeys(matching, style))
+            else:
+                of_parameters.update(dict.fromkeys(fnmatch.filter(parameters, pattern), style))
         if self.loss_parallel:
             blocks = tuple(f"{name}." for name in repeated_blocks(model))
             heads = [name for name, style in found.items() if style == "colwise_gather" and not name.startswith(blocks)]
             found.update(dict.fromkeys(heads, "colwise_logits"))
-        if not found:
-            raise PlanError("the plan splits no module", key=("parallel", "plan"))
-        return found
+        return found, of_parameters
 
     def _plan(self, model: nn.Module) -> Mapping[str, str]:
-        if isinstance(self.plan, Mapping):
-            return self.plan
-        for name, module in model.named_modules():  # the model, or what it is built round
-            prefix = f"{name}." if name else ""
-            for kind in type(module).__mro__:
-                built_in = BUILT_IN.get((kind.__module__, kind.__qualname__))
-                if built_in is GPT and self.sequence:
-                    built_in = GPT_SEQUENCE
-                if built_in is not None:
-                    return {prefix + pattern: style for pattern, style in built_in.items()}
-        return _of_hugging_face(model)
+        return self.plan if isinstance(self.plan, Mapping) else known_plan(model, sequence=self.sequence)
 
-    def check(self, model: nn.Module, degree: int) -> None:
-        """PlanError where a module of the plan does not divide by `degree`."""
-        modules = dict(model.named_modules())
-        for name, style in self.styles(model).items():
-            weight = getattr(modules[name], "weight", None)
-            if weight is None or weight.dim() < 2 or style in UNSPLIT:
-                continue
-            outputs, inputs = reversed(weight.shape) if is_transposed(modules[name]) else weight.shape[:2]
-            size = inputs if style.startswith("rowwise") else outputs
-            if size % degree:
-                raise PlanError(
-                    f"{name} has {size} {'inputs' if style.startswith('rowwise') else 'outputs'}, which do not divide by "
-                    f"the tensor degree {degree}",
-                    key=("parallel",),
-                )
-            heads = _heads(modules, name)
-            if heads is not None and style == "colwise" and heads % degree:
-                raise PlanError(
-                    f"{heads} heads of {name.rpartition('.')[0]} do not divide by the tensor degree {degree}",
-                    key=("parallel",),
-                    hint=f"a degree that divides {heads} fits",
-                )
+    def check(self, model: nn.Module, degree: int, shards: int = 1) -> None:
+        """PlanError where the plan is not one for `model`, or what it splits does not divide by `degree` and `shards`."""
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        if isinstance(self.plan, Mapping):
+            _refuse_unmatched(self.plan, list(modules), list(parameters))
+        found, of_parameters = self._matched(model)
+        if not found:
+            raise PlanError("the plan splits no module", key=("parallel", "plan"))
+        for name, style in of_parameters.items():
+            _check_parameter(name, parameters[name], style, degree)
+        for name, style in found.items():
+            if style == "attention":
+                check_attention(name, modules[name], degree)
+            elif style == "experts":
+                check_experts(name, modules[name], frozenset(of_parameters))
+            elif style == "mla_kv_a_proj":
+                _shared_width(model, name)
+            elif style not in UNSPLIT:
+                _check_module(modules, name, style, degree)
+        for name in self._packed(found, of_parameters, model) if shards > 1 else ():
+            check_packed(name, parameters[name], shards)
+
+    def _packed(self, found: Mapping[str, str], of_parameters: Mapping[str, str], model: nn.Module) -> list[str]:
+        """The parameters of which each rank holds several runs of rows."""
+        names = [name for name, style in of_parameters.items() if style.startswith("packed_")]
+        for name, style in found.items():
+            own = [f"{name}.{inner}" for inner, _ in model.get_submodule(name).named_parameters(recurse=False)]
+            names += own if style == "packed_colwise" else []
+            names += [inner for inner in own if style == "attention" and inner.endswith("in_proj_weight")]
+        return names
 
     def apart(self, model: nn.Module) -> frozenset[str]:
         """The parameters that each tensor peer holds whole and uses on its part of the heads."""
-        modules = [name for name, style in self.styles(model).items() if style == "replicated"]
-        return frozenset(
-            f"{name}.{inner}" for name in modules for inner, _ in model.get_submodule(name).named_parameters()
-        )
+        found: set[str] = set()
+        for name, style in self.styles(model).items():
+            module = model.get_submodule(name)
+            if style == "replicated":
+                found.update(f"{name}.{inner}" for inner, _ in module.named_parameters())
+            elif style == "attention":
+                found.update(f"{name}.{inner}" for inner in whole_parameters(module))
+        return frozenset(found)
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Split the layers of `model` that are here over `mesh`; a tied parameter stays one."""
+        import torch
         from torch.distributed.tensor.parallel import parallelize_module
 
+        # In evaluation, torch's transformer layers hand their parameters to one fused operator, which knows no split ones.
+        torch.backends.mha.set_fastpath_enabled(False)
         ties = _ties(model)
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        found, of_parameters = self._matched(model)
+        for name, style in of_parameters.items():
+            path, _, inner = name.rpartition(".")
+            split_parameter(model.get_submodule(path), inner, style, mesh)
         here = {
-            name: style_of(style, model.get_submodule(name))
-            for name, style in self.styles(model).items()
+            name: style_of(
+                style, model.get_submodule(name), _shared_width(model, name) if style == "mla_kv_a_proj" else 0
+            )
+            for name, style in found.items()
             if style != "replicated"
             and any(True for _ in model.get_submodule(name).parameters())  # on this pipeline rank
         }
@@ -155,34 +131,64 @@ class TensorSplit:
                 parameter.requires_grad_(False)
 
 
+def _refuse_unmatched(plan: Mapping[str, str], modules: list[str], parameters: list[str]) -> None:
+    for pattern, style in plan.items():
+        if fnmatch.filter(modules, pattern) and style != "packed_rowwise":
+            continue
+        if fnmatch.filter(parameters, pattern) and style in OF_PARAMETERS:
+            continue
+        what = "parameter" if style == "packed_rowwise" else "module"
+        raise PlanError(f"no {what} is named {pattern!r}", key=("parallel", "plan"), hint=suggest(pattern, modules))
+
+
+def _check_module(modules: Mapping[str, nn.Module], name: str, style: str, degree: int) -> None:
+    weight = getattr(modules[name], "weight", None)
+    if weight is None or weight.dim() < 2:
+        return
+    outputs, inputs = reversed(weight.shape) if is_transposed(modules[name]) else weight.shape[:2]
+    size = inputs if style.startswith("rowwise") else outputs
+    parts = 2 * degree if style.startswith("packed_") else degree
+    if size % parts:
+        raise PlanError(
+            f"{name} has {size} {'inputs' if style.startswith('rowwise') else 'outputs'}, which do not divide by "
+            f"{'two matrices and ' if parts > degree else ''}the tensor degree {degree}",
+            key=("parallel",),
+        )
+    heads = _heads(modules, name)
+    if heads is not None and style == "colwise" and heads % degree:
+        raise PlanError(
+            f"{heads} heads of {name.rpartition('.')[0]} do not divide by the tensor degree {degree}",
+            key=("parallel",),
+            hint=f"a degree that divides {heads} fits",
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, style: str, degree: int) -> None:
+    dimension, packed = cut_of(style, parameter.dim())
+    size = parameter.shape[dimension]
+    if size % (packed * degree):
+        raise PlanError(
+            f"{name} has {size} in dimension {dimension}, which do not divide by {'two matrices and ' if packed > 1 else ''}"
+            f"the tensor degree {degree}",
+            key=("parallel",),
+        )
+
+
+def _shared_width(model: nn.Module, name: str) -> int:
+    """The width of the rotated keys that all heads share; PlanError where neither the attention nor its configuration has it."""
+    attention = model.get_submodule(name.rpartition(".")[0])
+    for holder in (attention, getattr(attention, "config", None), getattr(model, "config", None)):
+        width = getattr(holder, "qk_rope_head_dim", None)
+        if isinstance(width, int) and width > 0:
+            return width
+    raise PlanError(
+        f"{name} has the style mla_kv_a_proj, and its attention has no qk_rope_head_dim", key=("parallel", "plan")
+    )
+
+
 def _heads(modules: Mapping[str, nn.Module], name: str) -> int | None:
     """The number of heads that an attention projection makes, from the width of a head where its module tells it."""
     parent = modules[name.rpartition(".")[0]]
     width = getattr(parent, "head_width", None) or getattr(parent, "head_dim", None)
     outputs = getattr(modules[name], "weight").shape[0]  # noqa: B009
     return outputs // width if isinstance(width, int) and width and outputs % width == 0 else None
-
-
-def _of_hugging_face(model: nn.Module) -> dict[str, str]:
-    carried: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
-    for name, module in model.named_modules():
-        inner = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        if inner and not hasattr(module, "base_model_prefix"):
-            continue
-        prefix = f"{name}." if name else ""
-        if inner and name == getattr(model, "base_model_prefix", name):
-            carried.update({f"{prefix}{pattern}": style for pattern, style in inner.items()})
-    if not carried:
-        raise PlanError(
-            f"no tensor-parallel plan is known for {type(model).__qualname__}",
-            key=("parallel", "plan"),
-            hint=f"write one: plan: {{'layers.*.up': colwise, 'layers.*.down': rowwise}}; styles: {', '.join(STYLES)}",
-        )
-    unknown = {style for style in carried.values() if style not in HUGGING_FACE}
-    if unknown:
-        raise PlanError(
-            f"the model's own plan uses {', '.join(sorted(map(str, unknown)))}, which is not supported",
-            key=("parallel", "plan"),
-            hint="write a plan of your own",
-        )
-    return {pattern: HUGGING_FACE[style] for pattern, style in carried.items()}

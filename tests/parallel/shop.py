@@ -1,6 +1,7 @@
 """A folder with a spec and user code, one pool of ranks for each number of them, and trainings to compare."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from mgpu.runs import RunStore
 from mgpu.spec import load_spec
 from mgpu.topology import Topology
 
+USER_FILES = ("stack.py", "attentive.py")
 SPEC = """\
 model: {target: stack.py:gpt, args: {}}
 data:
@@ -52,7 +54,7 @@ class Trained:
 class Workshop:
     def __init__(self, folder):
         self.folder = folder
-        for name in ("stack.py", "acme_strategy.py"):
+        for name in (*USER_FILES, "acme_strategy.py"):
             shutil.copy(Path(__file__).with_name(name), folder)
         package = folder / "acme_strategy-1.0.dist-info"
         package.mkdir()
@@ -67,7 +69,7 @@ class Workshop:
         """A run that is laid out and not started; dots in a setting's name as double underscores."""
         settings = {"devices": f"cpu:{world}", **settings}
         values = {
-            name: json.dumps(value).replace('"stack.py:', f'"{self.folder}/stack.py:')
+            name: re.sub(rf'"({"|".join(USER_FILES)}):', rf'"{self.folder}/\1:', json.dumps(value))
             for name, value in settings.items()
         }
         sets = [f"{name.replace('__', '.')}={value}" for name, value in values.items()]

@@ -26,19 +26,39 @@ def settings_of(target, args, images):
     }
 
 
-@pytest.mark.parametrize("name, strategy", [*LAYOUTS, ("vit", "tensor")])
+@pytest.mark.parametrize("name, strategy", [*LAYOUTS, ("vit", "tensor"), ("vit", "hybrid")])
 def test_a_vision_model_trains_as_in_one_process(workshop, name, strategy):
     """Five steps in double precision: losses, weights and running statistics."""
+    world = 4 if strategy == "hybrid" else 2
     target, args, cut, images = MODELS[name]
     settings = {**settings_of(target, args, images), "precision": "fp64"}
-    options = {"split": [cut]} if strategy == "pipeline" else {}
-    trained = workshop.train(2, parallel={"strategy": strategy, **options}, **settings)
+    options = {"pipeline": {"split": [cut]}, "hybrid": {"shard": 2, "tensor": 2}}.get(strategy, {})
+    trained = workshop.train(world, parallel={"strategy": strategy, **options}, **settings)
     assert_same(trained, workshop.single(**settings), 1e-9)
     if name == "resnet50":
         assert int(trained.weights["model.bn1.num_batches_tracked"]) == 4 + 4 + 3 + 4 + 4
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_attention_of_a_vision_transformer_is_split(workshop):
+    """Its four heads over four ranks: a sum of each block's attention and one of its MLP, forward and backward."""
+    target, args, _, images = MODELS["vit"]
+    blocks, micro_batches = VIT["num_layers"], 4
+    issued = workshop.collectives(4, parallel={"strategy": "tensor"}, **settings_of(target, args, images))
+    assert issued["c10d_functional.all_reduce"] == (2 + 2) * blocks * micro_batches
+
+
+def test_a_vision_transformer_goes_on_from_and_to_one_process(workshop):
+    target, args, _, images = MODELS["vit"]
+    settings = {**settings_of(target, args, images), "precision": "fp64"}
+    whole, four = {"parallel": {"strategy": "single"}}, {"parallel": {"strategy": "tensor"}}
+    for first, second in ((four, whole), (whole, four)):
+        worlds = [4 if layout is four else 1 for layout in (first, second)]
+        run = workshop.train(worlds[0], duration="3 steps", **first, **settings).run
+        trained = workshop.resume(run, worlds[1], duration="5 steps", **second)
+        assert_same(trained, workshop.single(**settings), 1e-9, evaluations=False)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "tensor"])
 def test_vit_b_16_itself(workshop, strategy):
     """All of its 86 million parameters, on small images, for three steps."""
     settings = {**settings_of("torchvision.models:vit_b_16", {"image_size": 32}, SMALL), "duration": "3 steps"}

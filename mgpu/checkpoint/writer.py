@@ -31,7 +31,7 @@ from mgpu.checkpoint.snapshot import SharedMemory
 
 PR_SET_PDEATHSIG = 1
 _NICENESS = 10
-_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _POLL_SECONDS = (0.002, 0.05)
 
 Connect = Callable[[], dist.Store]
@@ -209,7 +209,10 @@ def _live(orders: Connection, work: Work, parent: int) -> None:
 
 def _serve(orders: Connection, work: Work) -> None:
     while True:
-        message = orders.recv()
+        try:
+            message = orders.recv()
+        except EOFError:  # the rank is gone, and the signal of its death is on its way
+            return
         if message is None:
             return
         if isinstance(message, Order):

@@ -17,6 +17,7 @@ from mgpu.data.seeding import sample_seed, seed_everything
 
 Key = tuple[int, int]
 PR_SET_PDEATHSIG = 1
+_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SeededSamples(Dataset[Any]):
@@ -84,8 +85,8 @@ class Course(Sampler[list[Key]]):
 def _start_loader(_worker: int) -> None:
     """A loader dies with its rank, at once, and leaves the stopping to it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in _DEAF_TO:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def make_loader(

@@ -143,12 +143,12 @@ class _Judge:
 
     def _of_record(self, record: dict[str, Any], kind: str = "error") -> Cause:
         rank, code = record["rank"], record["exit_code"]
-        what = f"{record['type']}: {record['message']}"
+        what = _text(record)
         if record["type"] == "SystemExit":
             kind = "exit"
             told = "" if record["message"] == str(code) else f": {record['message']}"
             what = f"exited with code {code}{told}"
-        details = []
+        details = [f"because of {text}" for text in record.get("causes", ())]
         if record["loader"]:
             what = f"in its data loader: {what}"
             details.append(memory.explanation(0, self.evidence.memory_before, 0))
@@ -215,7 +215,7 @@ class _Judge:
         return dataclasses.replace(
             cause,
             victims=tuple(sorted(self.by_rank)),
-            details=(f"rank {echo['rank']}: {echo['type']}: {echo['message']}",),
+            details=(f"rank {echo['rank']}: {_text(echo)}",),
             advice=f"stacks: {self.run.stacks_path(self.evidence.attempt, rank)}",
         )
 
@@ -260,7 +260,7 @@ def _records(run: Run, attempt: int) -> list[dict[str, Any]]:
 
 
 def _text(record: dict[str, Any]) -> str:
-    return f"{record['type']}: {record['message']}"
+    return f"{record['type']}: {record['message']}" if record["message"] else str(record["type"])
 
 
 def _listed(ranks: list[int]) -> str:

@@ -110,8 +110,8 @@ class Front:
                     continue
             self._show(at_end=True)
         finally:
-            self._quietly(lambda: self.display.close(str(self.run.state)))
             self._quietly(self.output.finish_line)
+            self._quietly(lambda: self.display.close(str(self.run.state)))
         code = self.node.returncode
         return EXIT_SIGNAL_BASE - code if code < 0 else code
 
@@ -165,7 +165,8 @@ class Front:
         elif kind == "note":
             self.display.print_line(event["text"])
         elif kind == "stop_asked":
-            self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping; once more to end at once")
+            more = "; once more to end at once" if event["signal"] == "SIGINT" else ""
+            self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping{more}")
         elif kind == "restarting":
             from mgpu.launch.report import attempt_lines
 

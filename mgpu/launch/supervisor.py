@@ -38,6 +38,7 @@ class Supervisor:
         self.endings: list[Ending] = []
         stop.preempt = self.spec.watchdog.preempt
         spawner.while_waiting = self._give_up_if_asked
+        spawner.when_asked = stop.hear_of
 
     def run_to_end(self) -> int:
         """Supervise; returns the exit code. Whatever happens, no process is left."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -108,6 +110,13 @@ class Run:
         now = time.time()
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         append_line(self.events_path, {"event": kind, "time": stamp, "unix": now, **values}, durable=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else starts the run, or removes it, meanwhile; whoever wants to waits. Raises OSError if it is gone."""
+        with self.events_path.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first."""

@@ -28,7 +28,7 @@ from mgpu.parallel.base import StopVote
 from mgpu.plan import Plan
 from mgpu.runs import Run
 from mgpu.runs.heartbeat import Board, Ended, Heart, Phase
-from mgpu.runs.requests import REOPEN_SIGNAL, STACKS_SIGNAL
+from mgpu.runs.requests import REOPEN_SIGNAL, STACKS_SIGNAL, STOP_SIGNALS
 from mgpu.spec import RunSpec, load_spec
 from mgpu.topology.binding import bind_process
 from mgpu.train import heart as heartbeat
@@ -72,7 +72,7 @@ def run_rank(rank: int, start: Start) -> None:
             _train(spec, run, plan, rank, start, heart)
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
         if code:
@@ -187,13 +187,21 @@ def _listen_for_stop(stop: StopVote, heart: Heart, preempt: signal.Signals) -> N
         stop.asked = True
         heart.set("asked", signum)
 
-    for signum in (signal.SIGTERM, preempt):
-        signal.signal(signum, ask)
+    for signum in (signal.SIGTERM, signal.SIGHUP, preempt):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            signal.signal(signum, ask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _hear_stop_signals()
+
+
+def _hear_stop_signals() -> None:
+    """The spawner has forked this process with them held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _run_script(path: str, args: tuple[str | int | float, ...]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _hear_stop_signals()
     sys.argv = [path, *map(str, args)]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")

@@ -107,6 +107,17 @@ def trainer(tmp_path):
         one.checkpointer.close()
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """8 MB that can be filled up; where mounting is not allowed, a limit on the size of a file says the same."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
+    yield folder if done.returncode == 0 else None
+    if done.returncode == 0:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
 def metrics_of(run):
     return [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
 

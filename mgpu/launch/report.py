@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 from rich.console import Console
 
+from mgpu.files import has_room
 from mgpu.runs import Run, State
 
 _LONGEST, _TALLEST, _WIDEST = 2000, 20, 500
@@ -13,6 +16,10 @@ _LONGEST, _TALLEST, _WIDEST = 2000, 20, 500
 
 def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
     """The result of the newest attempt, from `attempt` on."""
+    if not run.events_path.exists():
+        gone = f"failed  {run.id}  exit {code}\ncause  {run.path} was removed while the run was under way"
+        console.print(gone, style="red", markup=False, soft_wrap=True)
+        return
     ended = _ended(run)
     state, step = ended.get("state", str(run.state)), run.last_step
     if state == State.COMPLETED:
@@ -20,7 +27,10 @@ def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
         console.print("next:  mgpu show latest\n       mgpu logs latest\n       mgpu ls")
         return
     lines = [f"{state}  {run.id}  {_when(step)}exit {code}"]
-    if not ended:
+    if not ended and not has_room(run.path):
+        lines[0] += f": how it ended could not be written down ({os.strerror(errno.ENOSPC)})"
+        lines.append(f"help   make room where {run.path} lies, then resume")
+    elif not ended:
         lines[0] += ": its supervisor ended without a word"
         lines.append(f"log    {run.node_log_path(attempt, 0)}")
     cause = ended.get("cause")

@@ -15,6 +15,10 @@ CONFIGS = {
     },
     "Llama": LLAMA,
     "Qwen3": {**LLAMA, "head_dim": 8},  # norms of queries and keys, on each tensor peer's own heads
+    "T5": {
+        "vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "pad_token_id": 0, "decoder_start_token_id": 0,
+    },
     "Phi3": LLAMA,  # fused matrices, whose outputs are cut after they were gathered
 }  # fmt: skip
 MODELS = {
@@ -22,6 +26,7 @@ MODELS = {
     "Llama": ("LlamaForCausalLM", "model.layers.2"),
     "Qwen3": ("Qwen3ForCausalLM", "model.layers.2"),
     "Phi3": ("Phi3ForCausalLM", "model.layers.2"),
+    "T5": ("T5ForConditionalGeneration", "decoder.block.0"),
 }
 LAYOUTS = [(strategy, name) for strategy in ("ddp", "fsdp", "pipeline", "tensor") for name in ("GPT2", "Llama")]
 
@@ -41,6 +46,19 @@ def test_a_transformers_model_trains_as_in_one_process(workshop, name, strategy)
     options = {"split": [MODELS[name][1]]} if strategy == "pipeline" else {}
     trained = workshop.train(2, parallel={"strategy": strategy, **options}, **settings)
     assert_same(trained, workshop.single(**settings), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, schedule, split", [
+    (2, "1f1b", ["decoder.block.0"]), (2, "zbv", ["encoder.block.1", "decoder.block.0", "decoder.block.1"]),
+    (4, "gpipe", "auto"),
+])  # fmt: skip
+def test_an_encoder_and_a_decoder_of_transformers_in_stages(workshop, ranks, schedule, split):
+    """T5: all blocks take the bias of their first one, those of the decoder also what the encoder made."""
+    data = {"train": "stack.py:Pairs", "eval": {"target": "stack.py:Pairs", "args": {"n": 7}}}
+    settings = {**settings_of("T5"), "data": data, "precision": "fp64"}
+    parallel = {"strategy": "pipeline", "schedule": schedule, "split": split}
+    assert_same(workshop.train(ranks, parallel=parallel, **settings), workshop.single(**settings), 1e-9)
 
 
 @pytest.mark.slow

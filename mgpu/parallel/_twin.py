@@ -203,7 +203,6 @@ class _Learning:
         return self.route.events[value[0]].name if value[0] >= 0 else self.twin.direct[-1 - value[0]]
 
     def _run(self, name: str, stage: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        import torch
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         try:
@@ -214,7 +213,7 @@ class _Learning:
                 f"{name} in stage {stage} depends on the values of activations ({error.func}), not on their shapes alone: "
                 "other stages, which have no values, cannot follow; choose other split points"
             ) from error
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, torch.OutOfMemoryError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, Uncuttable):
                 raise
             raise Uncuttable(f"{name} in stage {stage} cannot be worked out without values: {error}") from error

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.sampling import SampleOrder
 from mgpu.data.seeding import sample_seed, seed_everything
+from mgpu.runs.requests import STOP_SIGNALS
 
 Key = tuple[int, int]
 PR_SET_PDEATHSIG = 1
-_DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SeededSamples(Dataset[Any]):
@@ -85,7 +85,7 @@ class Course(Sampler[list[Key]]):
 def _start_loader(_worker: int) -> None:
     """A loader dies with its rank, at once, and leaves the stopping to it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for signum in _DEAF_TO:
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 

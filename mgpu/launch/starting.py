@@ -12,7 +12,6 @@ from pathlib import Path
 
 from mgpu.errors import PlanError, Problem, Refusal, SpecError
 from mgpu.files import write_atomic, write_json
-from mgpu.launch.reaping import reap_leftovers
 from mgpu.launch.stopping import SignalRelay
 from mgpu.plan import Plan, listen, make_plan
 from mgpu.runs import Run, RunStore, State
@@ -67,12 +66,11 @@ def train(path: Path, overrides: Sequence[str], runs_dir: Path, *, detach: bool 
             loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path)
         )
         run.record("starting", **this_process())
-    reaped = reap_leftovers(run)
 
     def undo() -> None:
         RunStore(runs_dir).remove(run)
 
-    return _follow(run, 1, loaded, plan, listener, relay, reaped, undo, detach, as_json, source=str(path))
+    return _follow(run, 1, loaded, plan, listener, relay, undo, detach, as_json, source=str(path))
 
 
 def resume(
@@ -90,8 +88,7 @@ def resume(
         loaded = load_spec(run.spec_path, overrides)
         plan = lay_out(loaded)
         listener = _hold_port(loaded, plan)
-        reaped = reap_leftovers(run)
-        before = {path: path.read_text() for path in (run.spec_path, run.plan_path)}
+        before = {path: path.read_text() for path in (run.spec_path, run.plan_path) if path.exists()}
         write_atomic(run.spec_path, loaded.dump())
         write_json(run.plan_path, plan.to_json())
         run.record("resumed", command=sys.argv, overrides=list(overrides))
@@ -101,7 +98,7 @@ def resume(
         for path, text in before.items():
             write_atomic(path, text)
 
-    return _follow(run, run.attempts + 1, loaded, plan, listener, relay, reaped, undo, detach, as_json)
+    return _follow(run, run.attempts + 1, loaded, plan, listener, relay, undo, detach, as_json)
 
 
 @contextlib.contextmanager
@@ -128,7 +125,6 @@ def _follow(
     plan: Plan,
     listener: socket.socket,
     relay: SignalRelay,
-    reaped: Sequence[str],
     undo: Callable[[], None],
     detach: bool,
     as_json: bool,
@@ -136,8 +132,10 @@ def _follow(
 ) -> int:
     """Start the node at once, and prepare the rest while it imports torch. `undo` takes back what a refusal finds done."""
     from mgpu.launch.front import Front, refusals
+    from mgpu.launch.reaping import reap_leftovers
 
     front = Front(run, attempt, relay, detach=detach, say_id=not as_json)
+    reaped = reap_leftovers(run)
     front.start(listener)
     try:
         if source is not None:
@@ -158,10 +156,9 @@ def _follow(
         run.record("refused", attempt=attempt)
         undo()
         raise SpecError(loaded.problem(tuple(f["key"]), f["message"], f["hint"]) for f in faults)
-    supervisor = run.history().supervisor
-    if (
-        supervisor is not None and supervisor["event"] == "starting" and not detach
-    ):  # the node ended before it could tell
+    worker = run.history().supervisor
+    if not detach and worker is not None and worker["event"] == "starting":
+        # The node ended before it could tell.
         run.record("attempt_ended", attempt=attempt, state=State.LOST, exit_code=code, step=run.last_step)
     from mgpu.launch.report import as_json as json_report
     from mgpu.launch.report import print_report

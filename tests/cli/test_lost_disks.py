@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import signal
+import subprocess
 
 import pytest
 from conftest import metrics_of
@@ -15,6 +16,18 @@ from mgpu.runs import RunStore, State
 pytestmark = pytest.mark.slow
 
 
+def can_mount():
+    """In a mount namespace of its own, so that nothing stays mounted."""
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
+
+
+needs_a_disk = pytest.mark.skipif(not can_mount(), reason="no file system of a size of its own can be mounted here")
+
+
 def fill(folder):
     """Take all the room there is; the file to remove to give it back."""
     filler = folder / "filler"
@@ -25,12 +38,6 @@ def fill(folder):
     return filler
 
 
-@pytest.fixture
-def small_runs(small_disk):
-    """Where the whole run lies on the small disk, metrics, events and logs too."""
-    return small_disk
-
-
 def started(bench, folder, *settings):
     process = bench.start("train", "toy.yaml", f"--runs-dir={folder / 'runs'}", SLOW, *settings)
     store = RunStore(folder / "runs")
@@ -38,11 +45,10 @@ def started(bench, folder, *settings):
     return process, store.list()[0]
 
 
-def test_training_outlives_a_disk_that_is_full_for_a_while_and_loses_no_line(bench, small_runs):
-    if small_runs is None:
-        return  # no file system of a size of its own can be mounted here
-    process, run = started(bench, small_runs, "--set=duration=60 steps", "--set=checkpoint.every=5 steps")
-    filler = fill(small_runs)
+@needs_a_disk
+def test_training_outlives_a_disk_that_is_full_for_a_while_and_loses_no_line(bench, small_disk):
+    process, run = started(bench, small_disk, "--set=duration=60 steps", "--set=checkpoint.every=5 steps")
+    filler = fill(small_disk)
     before = run.last_step
     # Nothing of the run can tell that it goes on; the time of 20 steps has to pass.
     signal.sigtimedwait([], 2.0)
@@ -55,12 +61,11 @@ def test_training_outlives_a_disk_that_is_full_for_a_while_and_loses_no_line(ben
     assert run.checkpoint_steps()[0] == 60
 
 
-def test_a_run_that_could_not_save_its_end_says_why_and_can_be_resumed(bench, small_runs):
-    if small_runs is None:
-        return
-    process, run = started(bench, small_runs, "--set=duration=30 steps", "--set=checkpoint.every=5 steps")
+@needs_a_disk
+def test_a_run_that_could_not_save_its_end_says_why_and_can_be_resumed(bench, small_disk):
+    process, run = started(bench, small_disk, "--set=duration=30 steps", "--set=checkpoint.every=5 steps")
     kept = run.checkpoint_steps()[0]
-    filler = fill(small_runs)
+    filler = fill(small_disk)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 1, text
     assert "how it ended could not be written down (No space left on device)" in text.strip().splitlines()[-4], text

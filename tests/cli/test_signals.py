@@ -90,3 +90,10 @@ def test_a_resume_that_is_refused_after_its_start_leaves_the_run_as_it_was(bench
     assert (done.returncode, run.state, run.exit_code) == (EXIT_REFUSED, State.COMPLETED, 0), done.stderr
     assert (run.spec_path.read_text(), run.plan_path.read_text()) == before
     assert bench.mgpu("resume", run.id, "--set=duration=8 steps").returncode == 0
+
+
+def test_a_run_without_its_plan_can_be_resumed(bench):
+    run = bench.train(duration="4 steps")
+    run.plan_path.unlink()
+    done = bench.mgpu("resume", run.id, "--set=duration=8 steps")
+    assert (done.returncode, run.last_step) == (0, 8), done.stderr

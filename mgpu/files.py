@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write fails with that may succeed later, once there is room again."""
+
+
+def has_room(folder: Path) -> bool:
+    """Whether its disk takes another block; True where that cannot be known."""
+    try:
+        return os.statvfs(folder).f_bavail > 0
+    except OSError:
+        return True
 
 
 def sync_folder(folder: Path) -> None:

@@ -23,6 +23,9 @@ from mgpu.spec import parse_value
 # `make test-models` runs these, in an environment that has torchvision and timm.
 collect_ignore = [] if importlib.util.find_spec("torchvision") else ["parallel/test_vision_models.py"]
 
+# Under nohup it is ignored, and what tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 # A busy machine is no fault of the code: no example has a time limit.
 settings.register_profile("mgpu", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mgpu")
@@ -105,6 +108,17 @@ def trainer(tmp_path):
     yield make
     for one in made:
         one.checkpointer.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """8 MB that can be filled up; where mounting is not allowed, a limit on the size of a file says the same."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
+    yield folder if done.returncode == 0 else None
+    if done.returncode == 0:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def metrics_of(run):

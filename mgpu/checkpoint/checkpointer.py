@@ -164,8 +164,7 @@ class Checkpointer:
             assert self._writer is not None
             outcome = self._writer.outcome(timeout)
         except WriterGone:
-            self._lose_writer()
-            outcome = self._work.take_over(self._in_flight, "its writer process was killed")
+            outcome = self._work.take_over(self._in_flight, f"its writer process {self._lose_writer()}")
         if outcome is not None:
             self._ended(outcome)
         return outcome
@@ -174,15 +173,18 @@ class Checkpointer:
         self._in_flight = None
         self.last = outcome
 
-    def _lose_writer(self) -> None:
+    def _lose_writer(self) -> str:
+        """Take its end in and tell of it; how it ended."""
         if self._writer is None:
-            return
+            return "had ended"
         _, status = os.waitpid(self._writer.pid, 0)
         self._writer = None
-        how = f"was killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended"
+        code = os.waitstatus_to_exitcode(status)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._record(
             "note", text=f"the checkpoint writer of rank {self.rank} {how}: rank {self.rank} now writes itself"
         )
+        return how
 
 
 def failure(checkpointer: Checkpointer) -> CheckpointError | None:
@@ -193,5 +195,5 @@ def failure(checkpointer: Checkpointer) -> CheckpointError | None:
     steps = checkpointer.folder.steps()
     there = f"the newest checkpoint is of step {steps[0]}" if steps else "there is no checkpoint of this run"
     return CheckpointError(
-        f"the checkpoint of step {last.step} was not saved: {last.error}", hint=f"{there}; make room, then resume"
+        f"the checkpoint of step {last.step} was not saved: {last.error}", hint=f"{there}; mend that, then resume"
     )

@@ -107,6 +107,20 @@ class CheckpointFolder:
         except DamagedCheckpoint as damage:
             raise DamagedCheckpoint(f"{self.path_of(step)}: {damage.message}") from damage
 
+    @contextlib.contextmanager
+    def kept(self, step: int | None = None) -> Iterator[Found]:
+        """`find`, and what is found stays as long as it is read: of a run that saves and removes meanwhile, too."""
+        with contextlib.ExitStack() as stack:
+            for left in reversed(range(_TRIES)):
+                found = self.find(step)
+                try:
+                    stack.enter_context(self.reading(found.path))
+                    break
+                except CheckpointError:
+                    if step is not None or not left:
+                        raise
+            yield found
+
     def _verified(self, path: Path) -> Found:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # what is wrong with the manifest is told below

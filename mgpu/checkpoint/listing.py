@@ -35,12 +35,20 @@ def rows(folder: CheckpointFolder, *, check: bool = False) -> list[Row]:
     return sorted([*found, *cut], key=lambda row: -(row.step or 0))
 
 
+def _seen(path: Path) -> tuple[int, float | None]:
+    """Size and time by what lies there, for want of a manifest that can be trusted."""
+    try:
+        return sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime
+    except OSError:
+        return 0, None
+
+
 def _row(path: Path, step: int, check: bool) -> Row:
     try:
         manifest = Manifest.read(path)
         manifest.verify(path, contents=check)
     except DamagedCheckpoint as damage:
-        return Row(path.name, str(path), "damaged", step, fault=damage.message)
+        return Row(path.name, str(path), "damaged", step, *_seen(path), fault=damage.message)
     return Row(
         path.name,
         str(path),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +57,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Publishes for one attempt. `record` appends an event to the run; `plan` and `versions` go into manifests."""
+    """Publishes for one attempt. `plan` and `versions` go into manifests.
+
+    `record` appends an event to the run, and never raises: it must not end the writer.
+    """
 
     folder: CheckpointFolder
     retention: Retention
@@ -76,7 +78,7 @@ class Publisher:
             told = error.message if isinstance(error, CheckpointError) else explain(error, partial, layout.bytes)
             shutil.rmtree(partial, ignore_errors=True)
             return self.failed(order, told)
-        self._tell(
+        self.record(
             "saved",
             step=order.step,
             path=final.name,
@@ -88,17 +90,17 @@ class Publisher:
         try:
             removed = self.folder.prune(self.retention, order.step)
         except OSError as error:
-            self._tell("note", text=f"old checkpoints were not removed: {explain(error, self.folder.path)}")
+            self.record("note", text=f"old checkpoints were not removed: {explain(error, self.folder.path)}")
         else:
             if removed:
-                self._tell("checkpoints_removed", steps=removed)
+                self.record("checkpoints_removed", steps=removed)
         return Outcome(order.step, bytes=manifest.bytes)
 
     def failed(self, order: Order, error: str) -> Outcome:
         """Tell of a save that came to nothing."""
-        self._tell("save_failed", step=order.step, error=error)
+        self.record("save_failed", step=order.step, error=error)
         text = f"the checkpoint of step {order.step} was not saved: {error}; earlier ones are untouched"
-        self._tell("note", text=text)
+        self.record("note", text=text)
         return Outcome(order.step, error)
 
     def _complete(self, partial: Path, order: Order, layout: Layout, parts: Sequence[Part]) -> Manifest:
@@ -125,13 +127,6 @@ class Publisher:
         )
         _write(partial / MANIFEST, manifest.to_text().encode())
         return manifest
-
-    def _tell(self, kind: str, **values: Any) -> None:
-        """An event that cannot be written (the disk may be full) goes to the rank's log: it must not end the writer."""
-        try:
-            self.record(kind, **values)
-        except OSError as error:
-            print(f"{kind} {values} (no event: {error})", file=sys.stderr, flush=True)
 
 
 def with_places(layout: Layout, parts: Sequence[Part], final: Path) -> Metadata:

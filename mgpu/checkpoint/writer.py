@@ -28,10 +28,10 @@ from mgpu.checkpoint.layout import Layout
 from mgpu.checkpoint.publish import Order, Outcome, Publisher
 from mgpu.checkpoint.shard import Part, first_error, write_part
 from mgpu.checkpoint.snapshot import SharedMemory
+from mgpu.runs.requests import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
 _NICENESS = 10
-_DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _POLL_SECONDS = (0.002, 0.05)
 
 Connect = Callable[[], dist.Store]
@@ -144,7 +144,7 @@ class Writer:
         """Fork. To be called while the process has no threads."""
         parent = os.getpid()
         self._end, theirs = multiprocessing.Pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF_TO)  # until the child ignores them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the child ignores them
         self.pid = os.fork()
         if self.pid == 0:
             self._end.close()
@@ -195,9 +195,9 @@ def _live(orders: Connection, work: Work, parent: int) -> None:
     """The body of the writer's process; never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        for signum in _DEAF_TO:
+        for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF_TO)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if os.getppid() == parent:
             os.nice(_NICENESS)  # where cores are short, training comes first
             _serve(orders, work)
@@ -209,7 +209,10 @@ def _live(orders: Connection, work: Work, parent: int) -> None:
 
 def _serve(orders: Connection, work: Work) -> None:
     while True:
-        message = orders.recv()
+        try:
+            message = orders.recv()
+        except EOFError:  # the rank is gone, and the signal of its death is on its way
+            return
         if message is None:
             return
         if isinstance(message, Order):

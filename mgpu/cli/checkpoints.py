@@ -64,11 +64,11 @@ def export(
     found_run = RunStore(runs_dir).find(run)
     if output is not None and not output.absolute().parent.is_dir():
         raise Refusal(f"no folder {output.absolute().parent}", hint="make it first, or write another --output")
-    found = CheckpointFolder(found_run.checkpoints).find(step)
-    path = output or Path(f"{found_run.id}-step-{found.step}.{format_}")
-    from mgpu.checkpoint import weights
+    with CheckpointFolder(found_run.checkpoints).kept(step) as found:
+        path = output or Path(f"{found_run.id}-step-{found.step}.{format_}")
+        from mgpu.checkpoint import weights
 
-    weights.export(found, path.absolute(), format_)
+        weights.export(found, path.absolute(), format_)
     print(path)
     print(f"step {found.step}, {_size(path.stat().st_size)}; to load it:\n", file=sys.stderr)
     print("\n".join(f"    {line}" for line in weights.snippet(path, format_).splitlines()), file=sys.stderr)

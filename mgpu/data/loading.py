@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.sampling import SampleOrder
 from mgpu.data.seeding import sample_seed, seed_everything
+from mgpu.runs.requests import STOP_SIGNALS
 
 Key = tuple[int, int]
 PR_SET_PDEATHSIG = 1
@@ -84,8 +85,8 @@ class Course(Sampler[list[Key]]):
 def _start_loader(_worker: int) -> None:
     """A loader dies with its rank, at once, and leaves the stopping to it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def make_loader(

@@ -59,6 +59,8 @@ class Evidence:
     stacks: Mapping[int, Stack] = field(default_factory=dict)
     orphaned: bool = False
     spawner_gone: str = ""
+    folder_gone: bool = False
+    """Whether somebody has removed the run's folder: nothing of it can be kept any more."""
     memory_before: dict[str, memory.Group] = field(default_factory=dict)
     stopped_ns: int | None = None
     """When the ranks were told to stop, if they were."""
@@ -86,7 +88,7 @@ class Attempt:
         self.evidence.pids = pids
         for pid in (self.spawner.pid, *pids):
             self.evidence.memory_before.update(memory.groups_of(pid))
-        self.run.record(
+        self.run.tell(
             "attempt_started",
             attempt=self.number,
             **this_process(),
@@ -100,12 +102,16 @@ class Attempt:
         """Until all ranks are gone, one has failed and the others had time to follow, nobody moves, or it must end."""
         began = time.monotonic()
         hang_watch = HangWatch(self.spec.watchdog)
+        events = _identity(self.run.events_path)
         keeper = LogKeeper(self.run, self.number, self.plan.world, self.spec.log.output_mb << 20)
         try:
             while self._living():
                 self._take_in(_TICK_SECONDS)
                 self.evidence.beats = self.board.all()
                 now = time.monotonic()
+                if _identity(self.run.events_path) != events:
+                    self.evidence.folder_gone = True
+                    return
                 keeper.tick(now, self.evidence.pids)
                 self._look_for_failure(now)
                 is_asked = self.stop.look()
@@ -186,7 +192,7 @@ class Attempt:
         for rank in self._living():
             send(self.evidence.pids[rank], self._stop_signal(self.evidence.pids[rank]))
         assert self.stop.signum is not None
-        self.run.record("stop_asked", attempt=self.number, signal=signal.Signals(self.stop.signum).name)
+        self.run.tell("stop_asked", attempt=self.number, signal=signal.Signals(self.stop.signum).name)
 
     def _stop_signal(self, pid: int) -> int:
         """TERM; to a script that handles the preemption signal itself, that one."""
@@ -250,6 +256,14 @@ class Attempt:
             if isinstance(entry.get("collective_seq_id"), int):
                 numbers[rank] = entry["collective_seq_id"]
         return numbers
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _last_entry(path: Path) -> dict[str, Any]:

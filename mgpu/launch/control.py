@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu.errors import Refusal
+from mgpu.launch.processes import send
 from mgpu.launch.stacks import Stack, collect
 from mgpu.runs import Run, State
 from mgpu.runs.heartbeat import Beat, Board
@@ -22,26 +22,34 @@ _END_SECONDS = 15.0
 
 def stop(run: Run, *, now: bool) -> State:
     """Ask a run to save and stop, or with `now` to end at once, and wait until it has; the state it ended in."""
-    supervisor = _supervisor(run)
-    pid = int(supervisor["pid"])
-    for _ in range(2 if now else 1):
+    pid = _ask(run, signal.SIGINT if now else signal.SIGTERM)
+    if now:
         # Two interrupts are what a person in front of it would do; handlers that have not run yet would see but one.
-        os.kill(pid, signal.SIGINT if now else signal.SIGTERM)
-        time.sleep(2 * _POLL_SECONDS if now else 0)
+        time.sleep(2 * _POLL_SECONDS)
+        send(pid, signal.SIGINT)
     grace = 0 if now else load_spec(run.spec_path).spec.watchdog.grace.seconds
     deadline = time.monotonic() + grace + _END_SECONDS
     while time.monotonic() < deadline:
-        if run.state is not State.RUNNING:
-            return run.state
+        if (state := run.state) is not State.RUNNING:
+            return state
         time.sleep(_POLL_SECONDS)
     raise Refusal(
         f"{run.id} does not stop: its supervisor is process {pid}", hint=f"mgpu stop --now {run.id}, or kill {pid}"
     )
 
 
+def _ask(run: Run, signum: int) -> int:
+    """Signal whoever is at work on the run: the command that starts it, and soon after its node. The process asked."""
+    while True:
+        pid = int(_supervisor(run)["pid"])
+        if send(pid, signum):
+            return pid
+
+
 def stacks(run: Run) -> dict[int, Stack]:
     """The stacks of all ranks of a live run, which goes on as before."""
-    _supervisor(run)
+    if _supervisor(run)["event"] == "starting":
+        raise Refusal(f"{run.id} is starting: it has no ranks yet", hint="in a moment it has")
     beats = live_beats(run)
     if not beats:
         raise Refusal(

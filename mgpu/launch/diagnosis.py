@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import socket
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from typing import Any
 
 from mgpu import frames
 from mgpu.errors import EXIT_FAILED, EXIT_HUNG, EXIT_SIGNAL_BASE
+from mgpu.files import FULL
 from mgpu.launch import memory
 from mgpu.launch.attempt import Evidence, Exit
 from mgpu.launch.output import written
@@ -41,8 +43,8 @@ class Cause:
     """Why an attempt did not complete.
 
     kind: `error`, `killed`, `exit`, `left early`, `hang`, `missing` (in a collective), `victim` (a collective failed and
-    no rank says why), `supervisor`, `unfinished` (stopped as asked). `step` is the one the rank was in, counted from 1,
-    0 where that is not known.
+    no rank says why), `supervisor`, `folder` (the run's was removed), `unfinished` (stopped as asked). `step` is the one
+    the rank was in, counted from 1, 0 where that is not known.
     """
 
     kind: str
@@ -77,6 +79,9 @@ class _Judge:
         evidence = self.evidence
         if evidence.spawner_gone:
             return self._cause("supervisor", None, EXIT_SIGNAL_BASE + signal.SIGKILL, evidence.spawner_gone)
+        if evidence.folder_gone:
+            what = f"{self.run.path} was removed while the run was under way"
+            return dataclasses.replace(self._cause("folder", None, EXIT_FAILED, what), deterministic=True)
         own = [record for record in self.records if not record["echo"]]
         echoes = [record for record in self.records if record["echo"]]
         silent = self._silent_deaths()
@@ -143,12 +148,12 @@ class _Judge:
 
     def _of_record(self, record: dict[str, Any], kind: str = "error") -> Cause:
         rank, code = record["rank"], record["exit_code"]
-        what = f"{record['type']}: {record['message']}"
+        what = _text(record)
         if record["type"] == "SystemExit":
             kind = "exit"
             told = "" if record["message"] == str(code) else f": {record['message']}"
             what = f"exited with code {code}{told}"
-        details = []
+        details = [f"because of {text}" for text in record.get("causes", ())]
         if record["loader"]:
             what = f"in its data loader: {what}"
             details.append(memory.explanation(0, self.evidence.memory_before, 0))
@@ -169,6 +174,11 @@ class _Judge:
         rank, pid = gone.rank, self.evidence.pids[gone.rank]
         step = self.evidence.beats[rank].step
         victims = tuple(sorted(other for other in self.by_rank if other != rank))
+        if gone.code > 0 and (number := self.evidence.beats[rank].unrecorded):
+            what = f"failed, and its error could not be written down: {os.strerror(number)}"
+            cause = self._cause("error", rank, gone.code, what, step=step)
+            advice = f"make room where {self.run.path} lies, then resume" if number in FULL else ""
+            return dataclasses.replace(cause, victims=victims, details=self._last_words(rank), advice=advice)
         if gone.code > 0:
             cause = self._cause("exit", rank, gone.code, f"exited with code {gone.code}", step=step)
             return dataclasses.replace(cause, victims=victims, details=self._last_words(rank))
@@ -215,7 +225,7 @@ class _Judge:
         return dataclasses.replace(
             cause,
             victims=tuple(sorted(self.by_rank)),
-            details=(f"rank {echo['rank']}: {echo['type']}: {echo['message']}",),
+            details=(f"rank {echo['rank']}: {_text(echo)}",),
             advice=f"stacks: {self.run.stacks_path(self.evidence.attempt, rank)}",
         )
 
@@ -260,7 +270,7 @@ def _records(run: Run, attempt: int) -> list[dict[str, Any]]:
 
 
 def _text(record: dict[str, Any]) -> str:
-    return f"{record['type']}: {record['message']}"
+    return f"{record['type']}: {record['message']}" if record["message"] else str(record["type"])
 
 
 def _listed(ranks: list[int]) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import EXIT_SIGNAL_BASE
-from mgpu.files import LineTail
+from mgpu.files import LineTail, has_room
 from mgpu.launch import stopping
 from mgpu.launch.output import LogTail, TextTail
 from mgpu.runs import Run
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from mgpu.loggers.console import ConsoleLogger
 
 POLL_SECONDS = 0.05
+_ROOM_SECONDS = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -46,8 +49,8 @@ class Front:
         self.node: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
         self._relay = relay
-        self._is_started = self._is_refusable = False
-        self._said = 0
+        self._is_started = self._is_full = False
+        self._look_again = 0.0
 
     @functools.cached_property
     def console(self) -> Console:
@@ -110,8 +113,8 @@ class Front:
                     continue
             self._show(at_end=True)
         finally:
-            self._quietly(lambda: self.display.close(str(self.run.state)))
             self._quietly(self.output.finish_line)
+            self._quietly(lambda: self.display.close(str(self.run.state)))
         code = self.node.returncode
         return EXIT_SIGNAL_BASE - code if code < 0 else code
 
@@ -145,11 +148,24 @@ class Front:
             self.output.mute()
 
     def _show_all(self, at_end: bool) -> None:
+        self._look_for_room()
         self.output.show(self.display, at_end=at_end)
         for values in self.metrics.read():
             self.display.log(int(values.get("step", 0)), values)
         for event in self.events.read():
             self._tell(event)
+
+    def _look_for_room(self) -> None:
+        """Said here, for on a full disk nobody else can: all that the ranks and the node say goes through files of the run."""
+        now = time.monotonic()
+        if now < self._look_again or not self.run.path.exists():
+            return
+        self._look_again = now + _ROOM_SECONDS
+        is_full = not has_room(self.run.path)
+        if is_full and not self._is_full:
+            text = f"warning: no room is left where {self.run.path} lies ({os.strerror(errno.ENOSPC)}): nothing can be saved"
+            self.display.print_line(f"{text} or logged until there is; training goes on", style="red")
+        self._is_full = is_full
 
     def _tell(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
@@ -165,7 +181,8 @@ class Front:
         elif kind == "note":
             self.display.print_line(event["text"])
         elif kind == "stop_asked":
-            self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping; once more to end at once")
+            more = "; once more to end at once" if event["signal"] == "SIGINT" else ""
+            self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping{more}")
         elif kind == "restarting":
             from mgpu.launch.report import attempt_lines
 

@@ -6,6 +6,7 @@ that has grown too large aside, and notes now and then how long each file was: t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,8 @@ class LogKeeper:
             self._noted.update(changed)
             dropped = {str(rank): self._dropped[rank] for rank in changed if self._dropped[rank]}
             written = {str(rank): total for rank, total in changed.items()}
-            append_line(self._clock, {"unix": time.time(), "written": written, "dropped": dropped})
+            with contextlib.suppress(OSError):  # a full disk: what was not noted dates the lines less well
+                append_line(self._clock, {"unix": time.time(), "written": written, "dropped": dropped})
 
 
 def clock_path(run: Run, attempt: int) -> Path:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 from rich.console import Console
 
+from mgpu.files import has_room
 from mgpu.runs import Run, State
+
+_LONGEST, _TALLEST, _WIDEST = 2000, 20, 500
 
 
 def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
     """The result of the newest attempt, from `attempt` on."""
+    if not run.events_path.exists():
+        gone = f"failed  {run.id}  exit {code}\ncause  {run.path} was removed while the run was under way"
+        console.print(gone, style="red", markup=False, soft_wrap=True)
+        return
     ended = _ended(run)
     state, step = ended.get("state", str(run.state)), run.last_step
     if state == State.COMPLETED:
@@ -18,7 +27,10 @@ def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
         console.print("next:  mgpu show latest\n       mgpu logs latest\n       mgpu ls")
         return
     lines = [f"{state}  {run.id}  {_when(step)}exit {code}"]
-    if not ended:
+    if not ended and not has_room(run.path):
+        lines[0] += f": how it ended could not be written down ({os.strerror(errno.ENOSPC)})"
+        lines.append(f"help   make room where {run.path} lies, then resume")
+    elif not ended:
         lines[0] += ": its supervisor ended without a word"
         lines.append(f"log    {run.node_log_path(attempt, 0)}")
     cause = ended.get("cause")
@@ -26,7 +38,8 @@ def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
         lines += cause_lines(cause)
         if ended.get("not_restarted"):
             lines.append(f"not restarted: {ended['not_restarted']}")
-        lines.append(f"next   {_mend(cause)}mgpu resume {run.id}")
+        from_where = "" if run.last_saved() is not None else "  (from the beginning: no checkpoint was written yet)"
+        lines.append(f"next   {_mend(cause)}mgpu resume {run.id}{from_where}")
         console.print("\n".join(lines), style="red", markup=False, soft_wrap=True)
         return
     saved = run.last_saved()
@@ -44,14 +57,20 @@ def attempt_lines(run: Run, attempt: int) -> list[str]:
 
 
 def cause_lines(cause: dict[str, Any]) -> list[str]:
-    """Rank, host, error, place, who followed, and where to read on."""
+    """Rank, host, error, place, who followed, and where to read on. As much of the error as fits a screen."""
     who = "the run" if cause["rank"] is None else f"rank {cause['rank']}"
     host = f" on {cause['host']}" if cause.get("host") else ""
-    lines = [f"cause  {who}{host}: {cause['what']}"]
+    lines = [f"cause  {who}{host}: {_shown(cause['what'])}"]
     lines += [f"place  {cause['place']}"] if cause["place"] else []
-    lines += [f"       {detail}" for detail in cause.get("details", ())]
+    lines += [f"       {_shown(detail)}" for detail in cause.get("details", ())]
     if cause["victims"]:
-        lines.append(f"followed by rank {', '.join(map(str, cause['victims']))}: victims of the above")
+        several = len(cause["victims"]) > 1
+        who = (
+            f"ranks {', '.join(map(str, cause['victims']))}: victims"
+            if several
+            else f"rank {cause['victims'][0]}: a victim"
+        )
+        lines.append(f"followed by {who} of the above")
     lines += [f"log    {cause['log']}"] if cause["log"] else []
     lines += [f"help   {cause['advice']}"] if cause.get("advice") else []
     return lines
@@ -81,6 +100,14 @@ def _ended(run: Run, attempt: int | None = None) -> dict[str, Any]:
         if event.get("event") == "attempt_ended" and attempt in (None, event.get("attempt")):
             return dict(event)
     return {}
+
+
+def _shown(text: str) -> str:
+    """Its beginning, without what a terminal would take for commands."""
+    plain = "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+    lines = plain.splitlines()
+    short = "\n".join(line[:_WIDEST] for line in lines[:_TALLEST])[:_LONGEST]
+    return f"{short} ... ({len(plain):,} characters; the log has all)" if len(short) < len(plain.rstrip()) else short
 
 
 def _when(step: int) -> str:

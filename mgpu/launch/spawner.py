@@ -2,7 +2,7 @@
 
 Forking from a process that has imported torch is safe as long as it has run no operation; so each start, and each new
 attempt, costs no import. Answers the node: `check`, `start`, `collectives`. It is also the last safeguard: once the node
-is gone, it ends whatever was forked from it.
+is gone, it ends whatever was forked from it. A signal that asks a run to stop is the node's to answer: here it is only passed on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from mgpu.launch import stopping
 from mgpu.launch.link import Link, Message
 from mgpu.launch.processes import adopt_orphans, die_with_parent, end_groups, end_tree
-
-if TYPE_CHECKING:
-    pass
+from mgpu.runs.requests import STOP_SIGNALS
 
 
 class Spawner:
@@ -37,6 +36,9 @@ class Spawner:
         self.wakeup, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        self.heard: list[int] = []
+        stopping.install(lambda signum, frame: self.heard.append(signum))
+        stopping.unblock()
         self.port = self._host_store(listener)
 
     def serve(self) -> None:
@@ -49,6 +51,8 @@ class Spawner:
                 os.read(self.wakeup, 4096)
             self._reap()
             try:
+                while self.heard:
+                    self.link.send(kind="asked", signum=self.heard.pop(0))
                 command = self.link.receive(timeout=0)
             except (EOFError, ConnectionError):
                 return
@@ -87,13 +91,16 @@ class Spawner:
     def _fork(self, *, own_group: bool) -> int:
         """Fork; 0 in the child, which has its own group, dies with this process, and holds none of its tools.
 
-        The group is set on both sides: neither has to wait for the other to count on it.
+        The group is set on both sides: neither has to wait for the other to count on it. The signals of a stop are blocked
+        in the child, so that none is lost before it has said what they mean to it: `stopping.unblock`.
         """
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        stopping.block()
         pid = os.fork()
         if pid:
+            stopping.unblock()
             if own_group:
                 with contextlib.suppress(OSError):  # it may have ended already
                     os.setpgid(pid, pid)
@@ -102,6 +109,7 @@ class Spawner:
             os.setpgid(0, 0)
         die_with_parent(parent)
         signal.set_wakeup_fd(-1)
+        stopping.forget()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(self.link.fileno())
         for pipe in self.requests:
@@ -176,6 +184,9 @@ def _ask(pipe: int) -> None:
 def _store(listener: int, port: int) -> None:
     from torch.distributed import TCPStore
 
+    for signum in STOP_SIGNALS:  # it outlives the ranks, which still need it to stop
+        signal.signal(signum, signal.SIG_IGN)
+    stopping.unblock()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
     while store is not None:
         signal.pause()
@@ -189,6 +200,7 @@ def _preflight(path: str, write: int) -> None:
     from mgpu.spec import load_spec
     from mgpu.train.preflight import preflight
 
+    stopping.unblock()
     os.dup2(2, 1)
     run = Run(Path(path))
     plan = Plan.from_json(json.loads(run.plan_path.read_text()))
@@ -200,8 +212,6 @@ def _preflight(path: str, write: int) -> None:
 def main(control: int, listener: int, board: int, is_script: bool) -> None:
     """Serve the node on the socket `control`; `listener` is the listening socket that the run's store will use."""
     adopt_orphans()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor in (control, listener, board):
         os.set_inheritable(descriptor, False)
     link = Link(socket.socket(fileno=control))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mgpu.errors import MgpuError
+from mgpu.launch import stopping
 from mgpu.launch.link import Link, Message
 
 
@@ -24,9 +25,12 @@ class SpawnerHandle:
     def __init__(self, listener: int, board: int, *, is_script: bool, threads: int) -> None:
         self.while_waiting: Callable[[], None] = lambda: None
         """Called ten times a second while an answer is awaited; may raise to give the waiting up."""
+        self.when_asked: Callable[[int], None] = lambda signum: None
+        """Called with a signal of a stop that the spawner was sent."""
         mine, theirs = socket.socketpair()
         self._link = Link(mine)
         self._waiting: list[Message] = []
+        stopping.block()  # until the spawner listens itself, a signal waits for it
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mgpu.launch.spawner", str(theirs.fileno()), str(listener), str(board),
              "script" if is_script else "train"],
@@ -35,6 +39,7 @@ class SpawnerHandle:
             # Read when torch is loaded, so it cannot wait for the ranks.
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
+        stopping.unblock()
         theirs.close()
         os.close(listener)
 
@@ -86,8 +91,12 @@ class SpawnerHandle:
 
     def _receive(self, timeout: float | None) -> Message | None:
         try:
-            return self._link.receive(timeout)
+            message = self._link.receive(timeout)
         except (EOFError, ConnectionError):
             code = self.process.wait()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             raise SpawnerGone(f"the process that ranks are forked from {how}") from None
+        if message is not None and message["kind"] == "asked":
+            self.when_asked(message["signum"])
+            return None
+        return message

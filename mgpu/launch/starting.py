@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mgpu.errors import PlanError, Problem, Refusal, SpecError
@@ -16,6 +15,7 @@ from mgpu.files import write_atomic, write_json
 from mgpu.launch.stopping import SignalRelay
 from mgpu.plan import Plan, listen, make_plan
 from mgpu.runs import Run, RunStore, State
+from mgpu.runs.liveness import this_process
 from mgpu.spec import LoadedSpec, load_spec
 from mgpu.topology import Topology
 
@@ -65,7 +65,12 @@ def train(path: Path, overrides: Sequence[str], runs_dir: Path, *, detach: bool 
         run = RunStore(runs_dir).create(
             loaded.spec.name, loaded.dump(), plan.to_json(), sys.argv, spec_source=str(path)
         )
-    return _follow(run, 1, loaded, plan, listener, relay, detach, as_json, source=str(path))
+        run.record("starting", **this_process())
+
+    def undo() -> None:
+        RunStore(runs_dir).remove(run)
+
+    return _follow(run, 1, loaded, plan, listener, relay, undo, detach, as_json, source=str(path))
 
 
 def resume(
@@ -74,19 +79,26 @@ def resume(
     """Start a new attempt of a run; returns its exit code."""
     relay = _listening()
     run = RunStore(runs_dir).find(reference)
-    state = run.state
-    if state is State.RUNNING:
-        raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
-    if state is State.COMPLETED and not overrides:
-        raise Refusal(f"{run.id} is complete", hint="to train on: mgpu resume RUN --set duration='N steps'")
-    loaded = load_spec(run.spec_path, overrides)
-    plan = lay_out(loaded)
-    listener = _hold_port(loaded, plan)
-    with _writing_into(run.path):
+    with _writing_into(run.path), run.held():
+        state = run.state
+        if state is State.RUNNING:
+            raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
+        if state is State.COMPLETED and not overrides:
+            raise Refusal(f"{run.id} is complete", hint="to train on: mgpu resume RUN --set duration='N steps'")
+        loaded = load_spec(run.spec_path, overrides)
+        plan = lay_out(loaded)
+        listener = _hold_port(loaded, plan)
+        before = {path: path.read_text() for path in (run.spec_path, run.plan_path) if path.exists()}
         write_atomic(run.spec_path, loaded.dump())
         write_json(run.plan_path, plan.to_json())
         run.record("resumed", command=sys.argv, overrides=list(overrides))
-    return _follow(run, run.attempts + 1, loaded, plan, listener, relay, detach, as_json)
+        run.record("starting", **this_process())
+
+    def undo() -> None:
+        for path, text in before.items():
+            write_atomic(path, text)
+
+    return _follow(run, run.attempts + 1, loaded, plan, listener, relay, undo, detach, as_json)
 
 
 @contextlib.contextmanager
@@ -113,11 +125,12 @@ def _follow(
     plan: Plan,
     listener: socket.socket,
     relay: SignalRelay,
+    undo: Callable[[], None],
     detach: bool,
     as_json: bool,
     source: str | None = None,
 ) -> int:
-    """Start the node at once, and prepare the rest while it imports torch."""
+    """Start the node at once, and prepare the rest while it imports torch. `undo` takes back what a refusal finds done."""
     from mgpu.launch.front import Front, refusals
     from mgpu.launch.reaping import reap_leftovers
 
@@ -140,9 +153,13 @@ def _follow(
     code = front.watch(resume_step=run.last_step)
     faults = refusals(run)
     if faults:
-        if attempt == 1:
-            shutil.rmtree(run.path)
+        run.record("refused", attempt=attempt)
+        undo()
         raise SpecError(loaded.problem(tuple(f["key"]), f["message"], f["hint"]) for f in faults)
+    worker = run.history().supervisor
+    if not detach and worker is not None and worker["event"] == "starting":
+        # The node ended before it could tell.
+        run.record("attempt_ended", attempt=attempt, state=State.LOST, exit_code=code, step=run.last_step)
     from mgpu.launch.report import as_json as json_report
     from mgpu.launch.report import print_report
 

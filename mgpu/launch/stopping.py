@@ -9,22 +9,29 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from mgpu.runs.requests import STOP_SIGNALS
 
 
 def block() -> None:
     """Hold the signals of a stop back, in this process and in those it starts, until `StopRequest.listen`."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _install(handler: Callable[[int, FrameType | None], None]) -> None:
-    for signum in HEARD:
+def install(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Have `handler` take the signals of a stop. A HUP that was ignored before (nohup) stays ignored."""
+    for signum in STOP_SIGNALS:
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
+
+
+def forget() -> None:
+    """Back to what the signals of a stop do by default; an interrupt does nothing: it is for the front."""
+    install(signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class SignalRelay:
@@ -35,8 +42,8 @@ class SignalRelay:
         self._hand_on: Callable[[int], None] = self._kept.append
 
     def listen(self) -> None:
-        """Install the handlers. A HUP that was ignored before (nohup) stays ignored."""
-        _install(lambda signum, frame: self._hand_on(signum))
+        """Install the handlers."""
+        install(lambda signum, frame: self._hand_on(signum))
 
     def connect(self, hand_on: Callable[[int], None]) -> None:
         """Hand on what was heard so far, and all that comes."""
@@ -56,14 +63,19 @@ class StopRequest:
         self._heard: list[int] = []
         self._lifeline = lifeline
         self._passed_on: list[int] = []
+        self._of_spawner: list[int] = []
         self._counts: dict[tuple[str, int], int] = {}
         self.is_orphaned = False
         """Whether the front is gone: it holds the other end of the lifeline."""
 
     def listen(self) -> None:
-        """Install the handlers. A HUP that was ignored before (nohup) stays ignored."""
-        _install(self._hear)
+        """Install the handlers."""
+        install(self._hear)
         unblock()
+
+    def hear_of(self, signum: int) -> None:
+        """The spawner was sent `signum`. It may have come to the node as well: a way of its own."""
+        self._of_spawner.append(signum)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
         self._heard.append(signum)
@@ -72,10 +84,10 @@ class StopRequest:
         """Take in what was heard; whether a stop is asked for.
 
         A second interrupt makes it urgent. A scheduler sends one signal to every process of a job, so that it comes here
-        twice, directly and through the front: the two ways are counted apart.
+        three times, directly, through the front and through the spawner: the ways are counted apart.
         """
         self._read_lifeline()
-        for way, heard in (("signal", self._heard), ("front", self._passed_on)):
+        for way, heard in (("signal", self._heard), ("front", self._passed_on), ("spawner", self._of_spawner)):
             while heard:
                 self._take(way, heard.pop(0))
         return self.signum is not None

@@ -38,6 +38,7 @@ class Supervisor:
         self.endings: list[Ending] = []
         stop.preempt = self.spec.watchdog.preempt
         spawner.while_waiting = self._give_up_if_asked
+        spawner.when_asked = stop.hear_of
 
     def run_to_end(self) -> int:
         """Supervise; returns the exit code. Whatever happens, no process is left."""
@@ -121,13 +122,13 @@ class Supervisor:
     def _tell(self, state: State, code: int, cause: Cause | None, decision: Decision) -> int:
         told = None if state is State.COMPLETED or cause is None else cause.to_json()
         extra = {"not_restarted": decision.why} if decision.why else {}
-        self.run.record(
+        self.run.tell(
             "attempt_ended",
             attempt=self.number, state=str(state), exit_code=code, step=self.run.last_step, cause=told, **extra,
         )  # fmt: skip
         if decision.wait is not None:
             used = len(self._restarts()) + 1
-            self.run.record(
+            self.run.tell(
                 "restarting",
                 **this_process(), wait=decision.wait, number=used, max=self.spec.restart.max, from_step=self._saved(),
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,22 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @functools.cached_property
+    def key(self) -> Any:
+        """What the shapes of a pass depend on."""
+        from torch import Tensor
+        from torch.utils._pytree import tree_flatten
+
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        return str(structure), tuple(
+            (tuple(leaf.shape), leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else leaf
+            if isinstance(leaf, bool | int | str)
+            else type(leaf).__name__
+            for leaf in leaves
+        )
 
 
 class _Asked(BaseException):

@@ -152,8 +152,8 @@ class ComposedStrategy(Strategy):
         return tuple(dict.fromkeys(notes))
 
     def fits(self, model: nn.Module, layout: Layout) -> None:
+        from mgpu.parallel._cuts import choose_cuts, parts_of
         from mgpu.parallel._schedules import SCHEDULES
-        from mgpu.parallel._stages import choose_cuts, parts_of
 
         degrees = self.degrees(layout.devices)
         stages, sharding, split = self.pipeline(), self.sharding(), self.tensor_split()
@@ -351,14 +351,14 @@ def _check_stages(layout: Layout, schedule: str, several: bool, stages: dict[str
             key=("parallel", "split"),
             hint=f"name {count - 1} modules",
         )
-    if layout.spec.compile and schedule in ("zero-bubble", "zbv", "dualpipev"):
+    if layout.spec.compile and SCHEDULES[schedule].splits_backward:
         raise PlanError(
             f"compile does not compose with schedule {schedule}: it works out the gradients of inputs and weights apart, "
             "which a compiled backward pass cannot",
             key=("compile",),
             hint="write schedule: 1f1b, or compile: false",
         )
-    if layout.spec.activation_checkpointing != "none" and schedule in ("zero-bubble", "zbv", "dualpipev"):
+    if layout.spec.activation_checkpointing != "none" and SCHEDULES[schedule].splits_backward:
         raise PlanError(
             f"activation checkpointing does not compose with schedule {schedule}, which goes backward twice",
             key=("activation_checkpointing",),

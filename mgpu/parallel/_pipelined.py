@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import PlanError
 from mgpu.parallel._calls import Call, call_of, loss_of
+from mgpu.parallel._cuts import choose_cuts, parts_of
 from mgpu.parallel._gradients import sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._relay import Relay
 from mgpu.parallel._running import Unchanged
 from mgpu.parallel._schedules import SCHEDULES
-from mgpu.parallel._stages import Cutting, choose_cuts, direct_parameters, parts_of
+from mgpu.parallel._stages import Cutting, direct_parameters
 from mgpu.parallel.base import Context, MicroBatch, Trainable, Window
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Pipeline:
         self.first_names = {
             name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        self.cutting = Cutting(model, self.parts, self.own)
+        self.cutting = Cutting(model, self.parts, self.own, context.device, self.schedule.splits_backward)
         self.module_of = {index: _stage(self, index) for index in self.own}
         self.schedules: dict[Any, Any] = {}
         self.calls: list[tuple[Call, MicroBatch | None, float]] = []
@@ -139,8 +140,8 @@ class Pipeline:
         self.relay = Relay(self)
         self.model.forward = self.relay.call
 
-    def run_stage(self, stage: int, given: Tensor | None, index: int) -> Any:
-        """The part of `stage` in one of the calls at hand: what is handed over; of the last stage, the scaled loss.
+    def run_stage(self, stage: int, given: tuple[Tensor, ...], index: int) -> Any:
+        """The part of `stage` in one of the calls at hand: the tensors it hands over; of the last, the scaled loss.
 
         A call without a micro batch is one from outside of training: of that, the last stage gives the output itself.
         """
@@ -150,12 +151,14 @@ class Pipeline:
         call, micro_batch, weight = self.calls[index]
         context = self.context
         if micro_batch is None:
-            return self.cutting.run(stage, given, self.count - 1, call.args, call.kwargs)
+            return self.cutting.run(stage, given, call)
+        with context.autocast():
+            self.cutting.route(call)  # not under this stage's seed
         context.reseed(micro_batch.seed if stage == 0 else micro_batch.seed ^ (stage << 32))
         with context.autocast():
-            output = self.cutting.run(stage, given, self.count - 1, call.args, call.kwargs)
+            output = self.cutting.run(stage, given, call)
             if stage != self.count - 1:
-                return _plain(output)
+                return output
             assert self.trainable is not None
             loss_sum, units = loss_of(self.trainable.task, self.model, micro_batch.batch, output)
         count = units.detach() if isinstance(units, Tensor) else torch.tensor(units, device=context.device)
@@ -163,11 +166,11 @@ class Pipeline:
         scaled = loss_sum * (context.loss_scale * weight)
         return context.scaler.scale(scaled) if context.scaler else scaled
 
-    def pass_stage(self, stage: int, given: Tensor | None) -> Any:
+    def pass_stage(self, stage: int, given: tuple[Tensor, ...]) -> Any:
         """Call a stage of this rank for the one call at hand, as a module: hooks on it run."""
         import torch
 
-        return self.module_of[stage](*(() if given is None else (given,)), micro=torch.zeros(1, dtype=torch.int64))
+        return self.module_of[stage](*given, micro=torch.zeros(1, dtype=torch.int64))
 
     def run(self, trainable: Trainable, window: Window) -> Tensor:
         """Forward and backward of a window; [sum of losses, units] on the rank of the last stage, zeros elsewhere."""
@@ -243,31 +246,21 @@ class Pipeline:
         device = self.context.device
         stages = []
         for index, stage in self.module_of.items():
-            before = shapes.get(index - 1)
-            after = shapes.get(index)
+            before = [make(device) for make in shapes.get(index - 1, ())]
+            after = [make(device) for make in shapes.get(index, ())]
             stages.append(
                 PipelineStage(
                     stage,
                     index,
                     self.count,
                     device,
-                    input_args=torch.zeros(1, dtype=torch.int64) if before is None else before(device),
-                    output_args=torch.zeros((), device=device) if after is None else after(device),
+                    input_args=tuple(before) if index else torch.zeros(1, dtype=torch.int64),
+                    output_args=tuple(after) if index < self.count - 1 else torch.zeros((), device=device),
                     group=self.group,
                 )
             )
         kind = getattr(pipelining, self.schedule.kind)
         return kind(stages if self.schedule.several else stages[0], count, loss_fn=_as_it_is, scale_grads=False)
-
-
-def _plain(output: Tensor) -> Tensor:
-    """`output` as a tensor of its own: what is not contiguous cannot travel, and schedules that split the backward pass
-    detach in place, which no view allows."""
-    import torch
-
-    if output.is_contiguous() and not output._is_view():
-        return output
-    return output.clone(memory_format=torch.contiguous_format)
 
 
 def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:
@@ -294,6 +287,6 @@ def _stage(pipeline: Pipeline, index: int) -> nn.Module:
 
         def forward(self, *given: Tensor, micro: Tensor) -> Any:
             """`micro` is the index of the micro batch, all that the first stage takes; the last returns its loss."""
-            return pipeline.run_stage(index, given[0] if index else None, int(micro))
+            return pipeline.run_stage(index, given if index else (), int(micro))
 
     return Stage()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.parallel._calls import Call
 from mgpu.parallel._running import Unchanged
+from mgpu.parallel._stages import differentiable
 
 if TYPE_CHECKING:
     import torch
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a receiver must know of a tensor: also which argument it is of the call that it was taken from."""
+    """What a receiver must know of a tensor."""
 
     size: tuple[int, ...]
     kind: torch.dtype
-    leaf: int | None = None
 
 
 def _told(leaf: Any) -> Any:
@@ -39,7 +39,7 @@ class Relay:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.shapes: dict[Any, Shape] = {}
+        self.shapes: dict[Any, tuple[Shape, ...]] = {}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one input, on every rank of the group; without gradient."""
@@ -51,9 +51,9 @@ class Relay:
         call = Call(args, kwargs)
         pipeline.calls = [(call, None, 1.0)]
         output = None
-        given: Tensor | None = None
+        given: tuple[Tensor, ...] = ()
         for stage in range(pipeline.count):
-            given = self._forward_to(stage, given, _key(call))
+            given = self._forward_to(stage, given, call.key)
             if stage in pipeline.own:
                 given = output = pipeline.pass_stage(stage, given)
         pipeline.calls = []
@@ -91,87 +91,81 @@ class Relay:
         import torch
 
         pipeline = self.pipeline
-        key = _key(pipeline.calls[0][0])
-        inputs: dict[int, Tensor] = {}
-        outputs: dict[int, Tensor] = {}
-        given: Tensor | None = None
+        key = pipeline.calls[0][0].key
+        inputs: dict[int, tuple[Tensor, ...]] = {}
+        outputs: dict[int, tuple[Tensor, ...]] = {}
+        given: tuple[Tensor, ...] = ()
         for stage in range(pipeline.count):
             given = self._forward_to(stage, given, key)
             if stage in pipeline.own:
-                if given is not None:
-                    given = inputs[stage] = given.detach().requires_grad_(given.is_floating_point())
-                given = outputs[stage] = pipeline.pass_stage(stage, given)
-        gradient: Tensor | None = None
+                given = inputs[stage] = tuple(value.detach().requires_grad_(differentiable(value)) for value in given)
+                made = pipeline.pass_stage(stage, given)
+                given = outputs[stage] = made if isinstance(made, tuple) else (made,)
+        gradients: tuple[Tensor, ...] = ()
         for stage in reversed(range(pipeline.count)):
             if stage in pipeline.own:
-                if outputs[stage].requires_grad:
-                    outputs[stage].backward(gradient)
-                if stage > 0:
-                    held = inputs[stage]
-                    gradient = torch.zeros_like(held) if held.grad is None else held.grad
-            gradient = self._back_from(stage, gradient, key)
+                _backward([value for value in outputs[stage] if differentiable(value)], gradients)
+                held = [value for value in inputs[stage] if value.requires_grad]
+                gradients = tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in held)
+            gradients = self._back_from(stage, gradients, key)
 
-    def probe(self) -> dict[int, Callable[[torch.device], Tensor]]:
+    def probe(self) -> dict[int, tuple[Callable[[torch.device], Tensor], ...]]:
         """What each stage of this rank gets and hands over, from a pass of the first call at hand: makers of examples."""
         import torch
 
         pipeline = self.pipeline
-        key = _key(pipeline.calls[0][0])
-        given: Tensor | None = None
-        found: dict[int, Callable[[torch.device], Tensor]] = {}
+        key = pipeline.calls[0][0].key
+        given: tuple[Tensor, ...] = ()
+        found: dict[int, tuple[Callable[[torch.device], Tensor], ...]] = {}
         sums = len(pipeline.sums)
         with torch.no_grad(), Unchanged(pipeline.model):
             for stage in range(pipeline.count):
                 given = self._forward_to(stage, given, key)
                 if stage in pipeline.own:
-                    if given is not None:
-                        found[stage - 1] = _maker(given)
+                    found[stage - 1] = tuple(map(_maker, given))
                     given = pipeline.pass_stage(stage, given)
                     if stage < pipeline.count - 1:
-                        found[stage] = _maker(given)
+                        found[stage] = tuple(map(_maker, given))
         del pipeline.sums[sums:]
         return found
 
-    def _forward_to(self, stage: int, value: Tensor | None, key: Any) -> Tensor | None:
+    def _forward_to(self, stage: int, values: tuple[Tensor, ...], key: Any) -> tuple[Tensor, ...]:
         """Bring what the stage before handed over to the rank of `stage`."""
         if stage == 0:
-            return None
-        return self._carry(stage - 1, stage, value, (key, stage))
+            return ()
+        return self._carry(stage - 1, stage, values, (key, stage))
 
-    def _back_from(self, stage: int, value: Tensor | None, key: Any) -> Tensor | None:
-        """Bring the gradient that `stage` made for its input to the rank of the stage before."""
+    def _back_from(self, stage: int, values: tuple[Tensor, ...], key: Any) -> tuple[Tensor, ...]:
+        """Bring the gradients that `stage` made for its input to the rank of the stage before."""
         if stage == 0:
-            return None
-        return self._carry(stage, stage - 1, value, (key, stage, "back"))
+            return ()
+        return self._carry(stage, stage - 1, values, (key, stage, "back"))
 
-    def _carry(self, source: int, target: int, value: Tensor | None, key: Any) -> Tensor | None:
+    def _carry(self, source: int, target: int, values: tuple[Tensor, ...], key: Any) -> tuple[Tensor, ...]:
         import torch
         import torch.distributed as dist
 
         pipeline = self.pipeline
         sender, receiver = pipeline.owner_of_stage[source], pipeline.owner_of_stage[target]
         if sender == receiver or pipeline.rank not in (sender, receiver):
-            return value if pipeline.rank == receiver else None
+            return values if pipeline.rank == receiver else ()
         device, group = pipeline.context.device, pipeline.group
-        key = (*key, torch.is_autocast_enabled(device.type), torch.is_grad_enabled())
+        key = (*key, torch.is_autocast_enabled(device.type), torch.is_grad_enabled(), pipeline.model.training)
         if pipeline.rank == sender:
-            assert value is not None
-            value = value.detach().contiguous()
-            shape = Shape(tuple(value.shape), value.dtype, pipeline.cutting.leaf_of.get(target))
+            values = tuple(value.detach().contiguous() for value in values)
             if key not in self.shapes:
-                dist.send_object_list([shape], dst=self._global(receiver), group=group, device=device)
-                self.shapes[key] = shape
-            dist.send(value, dst=self._global(receiver), group=group)
-            return None
+                self.shapes[key] = tuple(Shape(tuple(value.shape), value.dtype) for value in values)
+                dist.send_object_list([self.shapes[key]], dst=self._global(receiver), group=group, device=device)
+            for value in values:
+                dist.send(value, dst=self._global(receiver), group=group)
+            return ()
         if key not in self.shapes:
             told: list[Any] = [None]
             dist.recv_object_list(told, src=self._global(sender), group=group, device=device)
             self.shapes[key] = told[0]
-            if target > source:
-                pipeline.cutting.leaf_of[target] = told[0].leaf
-        shape = self.shapes[key]
-        received = torch.empty(shape.size, dtype=shape.kind, device=device)
-        dist.recv(received, src=self._global(sender), group=group)
+        received = tuple(torch.empty(shape.size, dtype=shape.kind, device=device) for shape in self.shapes[key])
+        for value in received:
+            dist.recv(value, src=self._global(sender), group=group)
         return received
 
     def _global(self, rank: int) -> int:
@@ -180,12 +174,17 @@ class Relay:
         return dist.get_global_rank(self.pipeline.group, rank)
 
 
-def _key(call: Call) -> Any:
-    from torch import Tensor
-    from torch.utils._pytree import tree_flatten
+def _backward(outputs: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
+    """Backward from what a stage handed over, given the gradients of it; from the loss, given none."""
+    import torch
 
-    leaves, structure = tree_flatten((call.args, call.kwargs))
-    return str(structure), tuple((tuple(v.shape), v.dtype) if isinstance(v, Tensor) else None for v in leaves)
+    pairs = [
+        (value, gradient)
+        for value, gradient in zip(outputs, gradients or (None,) * len(outputs), strict=True)
+        if value.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def _maker(value: Tensor) -> Callable[[torch.device], Tensor]:
@@ -193,5 +192,5 @@ def _maker(value: Tensor) -> Callable[[torch.device], Tensor]:
 
     size, stride, kind = value.shape, value.stride(), value.dtype
     return lambda device: torch.empty_strided(size, stride, dtype=kind, device=device).requires_grad_(
-        kind.is_floating_point
+        kind.is_floating_point or kind.is_complex
     )

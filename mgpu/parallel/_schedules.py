@@ -21,6 +21,8 @@ class Schedule:
     rounds: bool = False
     """Micro batches come in rounds of at least as many as there are ranks, all equal."""
     at_least_stages: bool = False
+    splits_backward: bool = False
+    """It works out the gradients of inputs and of weights apart."""
 
     def stages(self, ranks: int, chunks: int) -> int:
         """How many stages `ranks` ranks have; `chunks` a rank where the schedule leaves that open."""
@@ -73,9 +75,9 @@ SCHEDULES = {
         Schedule("1f1b", "Schedule1F1B", at_least_stages=True),
         Schedule("looped", "ScheduleLoopedBFS", several=True),
         Schedule("interleaved", "ScheduleInterleaved1F1B", several=True, rounds=True),
-        Schedule("zero-bubble", "ScheduleInterleavedZeroBubble", several=True, rounds=True),
-        Schedule("zbv", "ScheduleZBVZeroBubble", several=True, v=True),
-        Schedule("dualpipev", "ScheduleDualPipeV", several=True, v=True, at_least_stages=True),
+        Schedule("zero-bubble", "ScheduleInterleavedZeroBubble", several=True, rounds=True, splits_backward=True),
+        Schedule("zbv", "ScheduleZBVZeroBubble", several=True, v=True, splits_backward=True),
+        Schedule("dualpipev", "ScheduleDualPipeV", several=True, v=True, at_least_stages=True, splits_backward=True),
         Schedule("sequential", None),
     )
 }

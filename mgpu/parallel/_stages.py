@@ -1,371 +1,314 @@
 """A model cut into stages while its forward stays the user's own.
 
-Every stage runs the whole forward. A module of its own runs; a module of an earlier stage answers with a blank, a tensor
-that has a shape and no values (PyTorch's FakeTensor); the first call of a module of the next stage ends the pass, and what
-it was called with is what this stage hands over. The first own module that is called with a blank gets what was handed
-over by the stage before. A blank anywhere else is a value that would have to skip a stage: an error that names the module.
+Every stage runs the whole forward. A module of its own runs; a module of another stage answers with a blank, a tensor that
+has a shape and no values (PyTorch's FakeTensor), and so do operations on blanks. Where a module or an operation of this
+stage takes a value of an earlier one, it gets what was handed over. After the last thing that is its own to do, a stage
+hands over all values that later stages take, also those that it was only given for them: `_twin` has learnt which.
 
-Modules without parameters and persistent buffers belong to no stage and run in all.
+Modules without parameters and persistent buffers belong to no stage: they run where the values are that they take, and in
+all stages where they take the model's inputs alone.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mgpu.errors import PlanError
-from mgpu.parallel._blocks import repeated_blocks
+from mgpu.parallel._calls import Call
+from mgpu.parallel._cuts import Part
+from mgpu.parallel._following import Following, answer_calls, tensors_of
+from mgpu.parallel._routes import Event, Route, Uncuttable, Value
+from mgpu.parallel._twin import Twin
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-KEY = ("parallel", "split")
-
 
 class HandedOver(BaseException):
     """Ends a stage's pass; no `except Exception` in a user's forward may catch it."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__("handed over to the next stage")
-        self.value = value
-
-
-class Uncuttable(RuntimeError):
-    """A model whose values do not flow from stage to stage."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A module with state, all of one stage."""
-
-    name: str
-    module: nn.Module
-    stage: int
-
-
-def parts_of(model: nn.Module, cuts: Sequence[str]) -> list[Part]:
-    """The modules that hold state, in the order they were defined, with their stages.
-
-    `cuts` are the names of the modules that stages 1, 2, ... begin with, in that order. Everything defined before a cut
-    belongs to the stages before it. PlanError where a cut is no module, or out of order.
-    """
-    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
-    unknown = [name for name in cuts if name not in order]
-    if unknown:
-        raise PlanError(f"the model has no module {unknown[0]!r}", key=KEY, hint=_near(unknown[0], order))
-    places = [order[name] for name in cuts]
-    if places != sorted(set(places)):
-        raise PlanError(f"split points out of order: {', '.join(cuts)}", key=KEY, hint="write them as the model runs")
-    stage_of = {name: sum(place <= position for place in places) for name, position in order.items()}
-    return _parts(model, "", stage_of)
-
-
-def _near(name: str, known: Any) -> str:
-    from mgpu.errors import suggest
-
-    return suggest(name, [word for word in known if word])
-
-
-def _parts(module: nn.Module, name: str, stage_of: dict[str, int]) -> list[Part]:
-    prefix = f"{name}." if name else ""
-    stages = {stage_of[prefix + inner if inner else name] for inner, part in module.named_modules() if _has_state(part)}
-    if not stages:
-        return []
-    if len(stages) == 1 and name and callable_module(module):
-        return [Part(name, module, stages.pop())]
-    found = []
-    for child, part in module.named_children():
-        found += _parts(part, prefix + child, stage_of)
-    return found
-
-
-def callable_module(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own; lists of modules have none."""
-    from torch import nn
-
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-
-
-def _has_state(module: nn.Module) -> bool:
-    persistent = set(module._buffers) - module._non_persistent_buffers_set
-    return bool(module._parameters) or bool(persistent)
 
 
 class Cutting:
     """Which stage is running, and what each part answers. Parts of other ranks give up their memory at once."""
 
-    def __init__(self, model: nn.Module, parts: list[Part], own: Sequence[int]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        self.model = model
-        self.parts = parts
-        self.blank = FakeTensorMode(allow_non_fake_inputs=True)
-        self.running: int | None = None
-        self.given: Tensor | None = None
-        self.shapes: dict[Any, Any] = {}
-        self.blanks: dict[Any, Any] = {}
-        self.leaf_of: dict[int, int] = {}
-        """Which argument of the first call of a stage is handed over, as the stage before it has chosen."""
-        self.several = len(own) > 1
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: list[Part],
+        own: Sequence[int],
+        device: torch.device | None = None,
+        splits_backward: bool = False,
+    ) -> None:
+        self.model, self.parts = model, parts
+        self.direct = list(direct_parameters(model, parts))
+        self.twin = Twin(model, parts, self.direct, device)
+        self.splits_backward = splits_backward
+        self.routes: dict[Any, Route] = {}
+        self.following = Following(self._operation)
+        self.turn: Turn | None = None
         self.forward: Callable[..., Any] = model.forward
-        self.absent = {part.name: Absent(part.module) for part in parts if part.stage not in own}
-        self._blank_direct_parameters(model, parts, own)
+        for part in parts:
+            if part.stage not in own:
+                take_away(part.module)
+        if 0 not in own:
+            self._blank_direct_parameters()
 
     def cut(self) -> None:
-        """Replace the parts' forwards, once what belongs inside them (recomputation, compilation) is there."""
+        """Replace the parts' calls, once what belongs inside them (recomputation, compilation) is there."""
         for part in self.parts:
-            part.module.forward = self._answer(part, part.module.forward)
+            answer_calls(part.module, functools.partial(self._answer, part))
 
-    def run(self, stage: int, given: Tensor | None, last: int, args: Any, kwargs: Any) -> Any:
-        """One pass of `stage`: what it hands over, or the model's output if it is the last."""
-        self.running, self.given = stage, given
-        try:
-            output = self.forward(*args, **kwargs)
-        except HandedOver as over:
-            return over.value
-        finally:
-            self.running, self.given = None, None
-        if stage != last:
-            raise Uncuttable(f"stage {stage} came to the end of the model: no module of stage {stage + 1} was called")
-        if (name := self._first_blank(output)) is not None:
-            raise Uncuttable(f"the model's output depends on {name} of an earlier stage, which hands nothing over")
-        return output
-
-    def _answer(self, part: Part, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def route(self, call: Call) -> Route:
+        """What travels in a call like this one; worked out once for its shapes. Uncuttable where it cannot."""
         import torch
-        from torch.utils._pytree import tree_map_only
 
+        kinds = {leaf.device.type for leaf in tensors_of((call.args, call.kwargs))}
+        mixed = tuple(kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind))
+        key = call.key, mixed, self.model.training
+        if key not in self.routes:
+            self.routes[key] = self.twin.route(self.model, call)
+        return self.routes[key]
+
+    def run(self, stage: int, given: Sequence[Tensor], call: Call) -> Any:
+        """One pass of `stage`: the tensors it hands over, or the model's output if it is the last."""
+        route = self.route(call)
+        self.turn = turn = Turn(route, stage, [own_name(value) for value in given])
+        self.following.clear()
+        for index, name in enumerate(self.direct):
+            holder, _, last = name.rpartition(".")
+            parameter = getattr(self.model.get_submodule(holder), last)
+            self.following.marks[parameter] = (-1 - index, 0)
+            if stage == 0:
+                turn.made[-1 - index, 0] = parameter
+        try:
+            with self.following:
+                output = self.forward(*call.args, **call.kwargs)
+            if stage != route.stages - 1:
+                raise turn.astray("it ended")
+            return self._real(output, "the model's output")
+        except HandedOver:
+            return turn.handed_over(apart=self.splits_backward)
+        finally:
+            self.turn = None
+            self.following.clear()
+
+    def _answer(self, part: Part, original: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:
-            if self.running is None:
-                return forward(*args, **kwargs)
-            if part.stage == self.running:
-                args, kwargs = self._hand_in(part, args, kwargs)
-                output = forward(*args, **kwargs)
-                if self.several and (key := _key(part, args, kwargs)) not in self.shapes:
-                    self.shapes[key] = tree_map_only(
-                        torch.Tensor, lambda value: torch.empty_like(value, device="meta"), output
+            turn = self.turn
+            if turn is None:
+                return original(*args, **kwargs)
+            if self.following.inside:
+                if part.stage != turn.stage:
+                    raise Uncuttable(
+                        f"{part.name} of stage {part.stage} is called inside a module of stage {turn.stage}"
                     )
-                return output
-            if part.stage == self.running + 1:
-                raise HandedOver(self._hand_over(part, args, kwargs))
-            if part.stage > self.running:
-                raise Uncuttable(
-                    f"{part.name} of stage {part.stage} is called before anything of stage {self.running + 1}"
-                )
-            return self._blank_answer(part, forward, args, kwargs)
+                return original(*args, **kwargs)
+            number, event = turn.next(part.name)
+            if part.stage != turn.stage:
+                return self._blank(number, event)
+            args, kwargs = self._real((args, kwargs), part.name, changes=event.changes)
+            with self.following.away():
+                output = _apart(original(*args, **kwargs), (args, kwargs))
+            return self._done(number, output)
 
         return answer
 
-    def _hand_in(self, part: Part, args: Any, kwargs: Any) -> Any:
-        from torch._subclasses.fake_tensor import FakeTensor
-        from torch.utils._pytree import tree_flatten, tree_unflatten
+    def _operation(self, function: Any, args: Any, kwargs: Any, values: list[Value]) -> Any:
+        turn = self.turn
+        assert turn is not None
+        number, event = turn.next(function)
+        own = event.stage == turn.stage
+        if event.changes:
+            target = args[0]
+            output = None
+            if own:
+                args, kwargs = self._real((args, kwargs), event.name, changes=True)
+                output = function(*args, **kwargs)
+                turn.changed[number, 0] = args[0]
+                self.following.marks[args[0]] = (number, 0)
+            self.following.marks[target] = (number, 0)
+            if own:
+                self._done(number, args[0])
+            return output if own or event.output is None else target
+        if not own:
+            return self._blank(number, event)
+        args, kwargs = self._real((args, kwargs), event.name)
+        return self._done(number, function(*args, **kwargs))
 
-        leaves, structure = tree_flatten((args, kwargs))
-        blanks = [index for index, leaf in enumerate(leaves) if isinstance(leaf, FakeTensor)]
-        if not blanks:
-            return args, kwargs
-        if self.given is None or len(blanks) > 1:
-            raise Uncuttable(
-                f"{part.name} of stage {part.stage} needs a value made in an earlier stage: only one tensor is handed "
-                "over, to the first module of a stage; choose other split points"
-            )
-        if self.leaf_of.get(part.stage, blanks[0]) != blanks[0]:
-            raise Uncuttable(
-                f"{part.name}, which begins stage {part.stage}, is called with several tensors, and the one that is handed "
-                "over is not the one that it misses; choose other split points"
-            )
-        leaves[blanks[0]], self.given = self.given, None
-        return tree_unflatten(leaves, structure)
+    def _done(self, number: int, output: Any) -> Any:
+        assert self.turn is not None
+        self.following.mark(number, output)
+        self.turn.done(number, tensors_of(output))
+        return output
 
-    def _hand_over(self, part: Part, args: Any, kwargs: Any) -> Any:
+    def _blank(self, number: int, event: Event) -> Any:
+        from torch.utils._pytree import tree_map
+
+        output = tree_map(lambda leaf: leaf, event.output)  # the forward may change a list that it got
+        self.following.mark(number, output)
+        return output
+
+    def _real(self, tree: Any, name: str, changes: bool = False) -> Any:
+        """`tree` with what was handed over in the place of blanks; a copy of what is going to be changed in place."""
         import torch
         from torch._subclasses.fake_tensor import FakeTensor
-        from torch.utils._pytree import tree_leaves
+        from torch.utils._pytree import tree_map_only
 
-        for index, leaf in enumerate(tree_leaves((args, kwargs))):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and leaf.is_floating_point():
-                self.leaf_of[part.stage] = index
-                return leaf
-        raise Uncuttable(f"{part.name} begins stage {part.stage}, but is called without a tensor of activations")
+        turn = self.turn
+        assert turn is not None
 
-    def _blank_answer(self, part: Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a module of an earlier stage would return, without values: worked out once for each shape of its input."""
-        import torch
-        from torch.utils._pytree import tree_leaves, tree_map_only
+        def real(tensor: Tensor) -> Tensor:
+            value = self.following.marks.get(tensor)
+            if value is None:
+                if isinstance(tensor, FakeTensor):
+                    raise turn.astray(f"{name} takes a value from elsewhere")
+                return tensor
+            if (found := turn.changed.get(value)) is not None:
+                return found
+            if turn.route.stage_of(value) == turn.stage:
+                return tensor
+            if value not in turn.received:
+                raise turn.astray(f"{name} takes another value")
+            return turn.received[value].clone() if changes else turn.received[value]
 
-        key = _key(part, args, kwargs)
-        if key in self.blanks:
-            return self.blanks[key]
-        if key not in self.shapes:  # of another rank, without memory here; a module of this rank has run before
-            meta_args, meta_kwargs = tree_map_only(
-                torch.Tensor, lambda value: torch.empty_like(value, device="meta"), (args, kwargs)
-            )
-            running, self.running = self.running, None
-            try:
-                with torch.no_grad(), self.absent[part.name]:
-                    self.shapes[key] = forward(*meta_args, **meta_kwargs)
-            finally:
-                self.running = running
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        device = next((leaf.device for leaf in tensors), torch.device("cpu"))
-        with self.blank:
-            self.blanks[key] = tree_map_only(torch.Tensor, lambda value: _blank_like(value, device), self.shapes[key])
-        return self.blanks[key]
+        return tree_map_only(torch.Tensor, real, tree)
 
-    def _first_blank(self, output: Any) -> str | None:
-        from torch._subclasses.fake_tensor import FakeTensor
-        from torch.utils._pytree import tree_leaves
-
-        return "a module" if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(output)) else None
-
-    def _blank_direct_parameters(self, model: nn.Module, parts: list[Part], own: Sequence[int]) -> None:
+    def _blank_direct_parameters(self) -> None:
         """Parameters of modules that several stages share (a class token) belong to stage 0: blanks on other ranks."""
         import torch
 
-        inside = {id(module) for part in parts for module in part.module.modules()}
-        for module in model.modules():
-            if id(module) in inside or 0 in own:
-                continue
-            for name, parameter in list(module._parameters.items()):
+        inside = {id(module) for part in self.parts for module in part.module.modules()}
+        for module in self.model.modules():
+            for name, parameter in list(module._parameters.items()) if id(module) not in inside else ():
                 if parameter is None:
                     continue
                 del module._parameters[name]
-                with self.blank:
-                    setattr(module, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+                with self.twin.blank:
+                    blank = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                setattr(module, name, blank)
 
 
-class Absent:
-    """The parameters and buffers of a module of another rank: taken out of it, and put back without memory for a while."""
+class Turn:
+    """One pass of one stage: how far it has come, and the values it was given and has made for others."""
 
-    def __init__(self, module: nn.Module) -> None:
-        import torch
+    def __init__(self, route: Route, stage: int, given: Sequence[Tensor]) -> None:
+        self.route, self.stage = route, stage
+        self.received = dict(zip(route.sends[stage - 1] if stage else (), given, strict=True))
+        self.wanted = set(route.sends[stage])
+        self.made: dict[Value, Tensor] = {}
+        self.changed: dict[Value, Tensor] = {}
+        """What an operation in place has made of a value, for those who know it by the blank."""
+        self.position = 0
 
-        self.places: list[tuple[dict[str, Any], str, Any]] = []
-        for inner in module.modules():
-            for name, parameter in inner._parameters.items():
-                if parameter is not None:
-                    blank = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                    self.places.append((inner._parameters, name, blank))
-            for name, buffer in inner._buffers.items():
-                if buffer is not None:
-                    self.places.append((inner._buffers, name, torch.empty_like(buffer, device="meta")))
-        self.__exit__()
+    def next(self, what: Any) -> tuple[int, Event]:
+        """The event that is due, which must be this one."""
+        number = self.position
+        if number >= len(self.route.events) or self.route.events[number].what != what:
+            raise self.astray(f"it called {getattr(what, '__name__', what)}")
+        self.position += 1
+        return number, self.route.events[number]
 
-    def __enter__(self) -> None:
-        for holder, name, value in self.places:
-            holder[name] = value
+    def done(self, number: int, tensors: list[Tensor]) -> None:
+        """Keep what later stages take; HandedOver after the stage's last event."""
+        for place, tensor in enumerate(tensors):
+            if (number, place) in self.wanted:
+                self.made[number, place] = tensor
+        if number == self.route.last[self.stage] and self.stage < self.route.stages - 1:
+            raise HandedOver
 
-    def __exit__(self, *error: object) -> None:
-        for holder, name, _ in self.places:
-            holder[name] = None
+    def handed_over(self, apart: bool) -> tuple[Tensor, ...]:
+        """All that the next stage gets, each a tensor of its own; `apart` for a backward pass in two halves."""
+        sent = self.route.sends[self.stage]
+        values = [self.received[value] if value in self.received else self._made(value) for value in sent]
+        if apart and self.received and len(values) > 1:
+            return join(list(self.received.values()), values)
+        return tuple(plain(value, {id(other) for other in values[:index]}) for index, value in enumerate(values))
+
+    def _made(self, value: Value) -> Tensor:
+        if value not in self.made:
+            raise self.astray("a value that others take was not made")
+        return self.made[value]
+
+    def astray(self, what: str) -> Uncuttable:
+        """The error of a forward that does not do what it did without values."""
+        events = self.route.events
+        due = events[self.position].name if self.position < len(events) else "the end"
+        return Uncuttable(
+            f"stage {self.stage}: the model's forward went another way than before for inputs of the same shape: {what} "
+            f"where {due} was due. Code between modules may not depend on values or chance; choose other split points, so "
+            "that it is inside one module"
+        )
 
 
-def _key(part: Part, args: Any, kwargs: Any) -> Any:
-    """What the shapes of a module's output depend on."""
+def _apart(output: Any, given: Any) -> Any:
+    """`output` with another name for each tensor in it that a part gives back as it got it: a value has one maker."""
     import torch
-    from torch.utils._pytree import tree_flatten
+    from torch.utils._pytree import tree_map_only
 
-    leaves, structure = tree_flatten((args, kwargs))
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    mixed = any(torch.is_autocast_enabled(device) for device in devices)
-    return (
-        part.name,
-        str(structure),
-        mixed,
-        tuple(
-            (tuple(leaf.shape), leaf.dtype)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            if isinstance(leaf, int | float | str | bool | None)
-            else type(leaf).__name__
-            for leaf in leaves
-        ),
+    same = {id(tensor) for tensor in tensors_of(given)}
+    return tree_map_only(torch.Tensor, lambda value: value.view_as(value) if id(value) in same else value, output)
+
+
+def own_name(value: Tensor) -> Tensor:
+    """A received value for a stage to use: its gradient is contiguous, as what travels must be."""
+    if not value.requires_grad:
+        return value
+    name = value.view_as(value)
+    name.register_hook(lambda gradient: gradient.contiguous())
+    return name
+
+
+def join(received: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]:
+    """`values` as copies that autograd takes to depend on all that was received.
+
+    PyTorch's schedules that work out the gradients of inputs and weights apart give none to a weight on whose way to the
+    stage's outputs nothing comes in that was received (a bias by positions that a later stage takes).
+    """
+    import torch
+
+    class Join(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: Tensor, *anchors: Tensor) -> Tensor:
+            return value.clone(memory_format=torch.contiguous_format)
+
+        @staticmethod
+        def backward(context: Any, *gradients: Any) -> Any:
+            return gradients[0], *(None for _ in anchors)
+
+    anchors = [value for value in received if value.requires_grad]
+    return tuple(
+        Join.apply(value, *anchors) if differentiable(value) and anchors else plain(value, set())  # type: ignore[no-untyped-call]
+        for value in values
     )
 
 
-def _blank_like(value: Tensor, device: torch.device) -> Tensor:
+def differentiable(value: Tensor) -> bool:
+    """Whether a gradient of `value` travels back."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def plain(value: Tensor, others: set[int]) -> Tensor:
+    """`value` as a tensor of its own: what is not contiguous cannot travel, and schedules that split the backward pass
+    detach in place, which no view, no parameter and nothing that was given may suffer."""
     import torch
 
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    apart = not value._is_view() and not (value.is_leaf and value.requires_grad) and id(value) not in others
+    if apart and value.is_contiguous():
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def take_away(module: nn.Module) -> None:
+    """Let go of the parameters and buffers of a module that another rank has."""
+    for inner in module.modules():
+        for holder in (inner._parameters, inner._buffers):
+            for name in holder:
+                holder[name] = None
 
 
 def direct_parameters(model: nn.Module, parts: list[Part]) -> dict[str, nn.Parameter]:
     """Parameters that are in no part, by name."""
     inside = {id(parameter) for part in parts for parameter in part.module.parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in inside}
-
-
-def choose_cuts(model: nn.Module, stages: int) -> list[str]:
-    """Names of the modules where `stages` stages of about equal work begin; PlanError where there are too few blocks.
-
-    The work of a block is taken as the number of weights that it multiplies by (matrices and kernels, no tables).
-    """
-    blocks = repeated_blocks(model) or {
-        name: child for name, child in model.named_children() if any(True for _ in child.parameters())
-    }
-    names = list(blocks)
-    if len(names) < stages:
-        raise PlanError(
-            f"{len(names)} blocks ({', '.join(names) or 'none'}) do not make {stages} stages",
-            key=("parallel",),
-            hint="name the split points: split: [layers.1, layers.2], or use fewer stages",
-        )
-    costs = [_work(block) for block in blocks.values()]
-    everything = {id(module): name for name, module in model.named_modules()}
-    inside = {id(m) for block in blocks.values() for m in block.modules()}
-    seen_block, before, after = False, 0.0, 0.0
-    for module in model.modules():
-        if id(module) in inside:
-            seen_block = True
-        elif not any(True for _ in module.children()) and id(module) in everything:
-            before, after = (before, after + _work(module)) if seen_block else (before + _work(module), after)
-    starts = _balanced(costs, stages, before, after)
-    return [names[start] for start in starts]
-
-
-def _work(module: nn.Module) -> float:
-    from torch import nn
-
-    tables = {
-        id(parameter)
-        for inner in module.modules()
-        if isinstance(inner, nn.Embedding)
-        for parameter in inner.parameters()
-    }
-    own_tables = isinstance(module, nn.Embedding)
-    return float(
-        sum(
-            parameter.numel()
-            for parameter in module.parameters()
-            if parameter.dim() > 1 and not (own_tables or id(parameter) in tables)
-        )
-    )
-
-
-def _balanced(costs: list[float], stages: int, before: float, after: float) -> list[int]:
-    """Where stages 1, 2, ... begin, so that the dearest stage is as cheap as can be (dynamic programming).
-
-    >>> _balanced([1, 1, 1, 1], 2, 0, 0), _balanced([1, 1, 1, 1], 2, 0, 2)
-    ([2], [3])
-    """
-    count = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def cost_of(start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + (before if start == 0 else 0) + (after if stop == count else 0)
-
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
-    for stop in range(1, count + 1):
-        best[1, stop] = (cost_of(0, stop), [])
-    for stage in range(2, stages + 1):
-        for stop in range(stage, count + 1):
-            options = []
-            for start in range(stage - 1, stop):
-                dearest, starts = best[stage - 1, start]
-                options.append((max(dearest, cost_of(start, stop)), [*starts, start]))
-            best[stage, stop] = min(options)
-    return best[stages, count][1]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mgpu.errors import PlanError
 from mgpu.parallel._blocks import prepare_blocks
+from mgpu.parallel._cuts import Part, choose_cuts, parts_of
 from mgpu.parallel._options import Names
-from mgpu.parallel._stages import Part, choose_cuts, parts_of
 from mgpu.parallel.base import (
     Context,
     Layout,

@@ -16,10 +16,10 @@ from enum import IntEnum
 from typing import Any
 
 _SLOT_BYTES = 128
-_SLOT = struct.Struct("<9q")
+_SLOT = struct.Struct("<10q")
 _BEAT = struct.Struct("<3q")
 _NUMBER = struct.Struct("<q")
-_FIELDS = ("step", "phase", "beat_ns", "pid", "stacks", "ended", "failed_ns", "asked", "beats_itself")
+_FIELDS = ("step", "phase", "beat_ns", "pid", "stacks", "ended", "failed_ns", "asked", "beats_itself", "unrecorded")
 
 
 class Phase(IntEnum):
@@ -52,7 +52,8 @@ class Beat:
 
     `step` is the optimizer step in work, counted from 1 (0 before the first); times are monotonic nanoseconds, 0 where
     there was none. `stacks` is the rank's file descriptor that stacks are written to. `asked` is the signal that asked
-    this rank itself to stop. `beats_itself` is False for a script that never called `beat`.
+    this rank itself to stop. `beats_itself` is False for a script that never called `beat`. `unrecorded` is the errno for
+    which this rank's error could not be written down, 0 where it was, or there was none.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Beat:
     failed_ns: int
     asked: int
     beats_itself: bool
+    unrecorded: int = 0
 
 
 class Board:
@@ -110,6 +112,7 @@ class Board:
             failed_ns=slot["failed_ns"],
             asked=slot["asked"],
             beats_itself=bool(slot["beats_itself"]),
+            unrecorded=slot["unrecorded"],
         )
 
     def all(self) -> dict[int, Beat]:

@@ -1,6 +1,7 @@
-"""The two signals by which a supervisor asks something of a live rank. Real-time ones: no program gives them a meaning.
+"""The signals that ask a run to stop, and the two by which a supervisor asks something else of a live rank.
 
-Neither is sent to a process that has not said, by catching it, that it knows what to do: the default is to die of it.
+The latter are real-time ones: no program gives them a meaning. Neither is sent to a process that has not said, by
+catching it, that it knows what to do: the default is to die of it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STACKS_SIGNAL = signal.SIGRTMIN + 9
 """Write the stacks of all threads into the descriptor that the heartbeat names. Done in C, however stuck the rank is."""
 REOPEN_SIGNAL = signal.SIGRTMIN + 8

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -104,10 +107,26 @@ class Run:
         return next((event for event in reversed(self.events()) if event.get("event") == "attempt_started"), None)
 
     def record(self, kind: str, /, **values: Any) -> None:
-        """Append an event. It is on disk when this returns."""
+        """Append an event. It is on disk when this returns. Raises OSError where the disk is full, or the run is gone."""
         now = time.time()
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         append_line(self.events_path, {"event": kind, "time": stamp, "unix": now, **values}, durable=True)
+
+    def tell(self, kind: str, /, **values: Any) -> None:
+        """`record`, for what must go on without: an event that cannot be written is said on stderr, if even that can be."""
+        try:
+            self.record(kind, **values)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                print(f"{kind} {values} (no event: {error})", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else starts the run, or removes it, meanwhile; whoever wants to waits. Raises OSError if it is gone."""
+        with self.events_path.open("ab") as stream:
+            with contextlib.suppress(OSError):  # a file system without locks lets everybody through
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first."""

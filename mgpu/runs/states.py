@@ -46,13 +46,15 @@ class History:
     exit_code: int | None = None
     """What the newest attempt ended with; None before it has."""
     supervisor: Mapping[str, Any] | None = None
-    """The event of whoever is at work now: `attempt_started`, or `restarting` between two attempts. None when nobody is."""
+    """The event of whoever is at work now: `starting` of the command that starts an attempt, `attempt_started` of its node,
+    `restarting` between two attempts. None when nobody is."""
 
 
 def fold(events: Iterable[Mapping[str, Any]]) -> History:
     """Add up `events`, oldest first. Never raises: unknown kinds and fields of a wrong type are passed over."""
     state, attempts, step, exit_code = State.CREATED, 0, 0, None
     supervisor: Mapping[str, Any] | None = None
+    before: tuple[State, int | None] = state, exit_code
     for event in events:
         kind = event.get("event")
         if kind == "queued" and supervisor is None:
@@ -61,8 +63,11 @@ def fold(events: Iterable[Mapping[str, Any]]) -> History:
             # The count steps in where a torn line took a number with it: no attempt may write over another's logs.
             attempts = max(attempts + 1, whole(event.get("attempt"), 0))
             state, exit_code, supervisor = State.RUNNING, None, event
-        elif kind == "restarting":
+        elif kind in ("starting", "restarting"):
+            before = state, exit_code
             state, exit_code, supervisor = State.RUNNING, None, event
+        elif kind == "refused":
+            (state, exit_code), supervisor = before, None
         elif kind == "attempt_ended":
             state, supervisor = _ending(event.get("state")), None
             exit_code = whole(event.get("exit_code"), None)

@@ -88,11 +88,12 @@ class RunStore:
 
         It is renamed first, so that it is gone at once: nothing finds half a run, however long the deletion takes.
         """
-        if run.state is State.RUNNING:
-            raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
         leaving = run.path.parent / f".removing-{run.id}-{secrets.token_hex(4)}"
         try:
-            run.path.rename(leaving)
+            with run.held():
+                if run.state is State.RUNNING:
+                    raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
+                run.path.rename(leaving)
         except FileNotFoundError:
             raise RunNotFound(f"{run.id} is not there any more") from None
         shutil.rmtree(leaving)

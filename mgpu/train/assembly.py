@@ -121,7 +121,7 @@ def _fix_kernels(spec: RunSpec) -> None:
 def _warn(seat: Seat) -> Callable[[str], None]:
     def warn(text: str) -> None:
         if seat.rank == 0:
-            seat.run.record("note", text=text)
+            seat.run.tell("note", text=text)
 
     return warn
 
@@ -160,7 +160,7 @@ def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Tr
     if scaler is not None and start.checkpoint.data.get("scaler"):
         scaler.load_state_dict(start.checkpoint.data["scaler"])
     for note in notes if seat.rank == 0 else ():
-        seat.run.record("note", text=note)
+        seat.run.tell("note", text=note)
 
 
 def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device) -> Context:
@@ -194,7 +194,7 @@ def _devices(plan: Plan, device: torch.device) -> tuple[torch.device, ...]:
 def _logger(seat: Seat, position: Position, total: int | None, parameters: dict[str, Any]) -> JsonlLogger:
     logger = JsonlLogger()
     logger.open(seat.run, resume_step=position.step)
-    seat.run.record("training", attempt=seat.attempt, start_step=position.step, total_steps=total, **parameters)
+    seat.run.tell("training", attempt=seat.attempt, start_step=position.step, total_steps=total, **parameters)
     return logger
 
 

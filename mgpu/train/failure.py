@@ -39,6 +39,7 @@ def write_failure(
             "rank": rank,
             "type": kind,
             "message": message[:_LONGEST],
+            "causes": [text[:_LONGEST] for text in _causes(told)],
             "place": place,
             "echo": echo,
             "exit_code": code,
@@ -89,6 +90,26 @@ def _origin(error: BaseException) -> BaseException:
             return error
         error = before
     return error
+
+
+def _causes(error: BaseException) -> list[str]:
+    """The errors that `error` was raised from, the first one last, and those that it is a group of."""
+    found, seen = [], set()
+    inner: BaseException | None = error
+    while inner is not None and id(inner) not in seen:
+        seen.add(id(inner))
+        if inner is not error:
+            found.append(_text(inner))
+        if isinstance(inner, BaseExceptionGroup):
+            found += [_text(part) for part in inner.exceptions]
+        inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
+    return found
+
+
+def _text(error: BaseException) -> str:
+    kind, message, place = _described(error)
+    told = f"{kind}: {message}" if message else kind
+    return f"{told}, at {place}" if place else told
 
 
 def _is_of_collective(error: BaseException) -> bool:

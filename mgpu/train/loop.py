@@ -161,7 +161,7 @@ class Training:
         values = evaluate(self.trainable, batches, counts, self.metrics, self.spec.seed)
         self.saving.measured(self.position.step, values)
         if self.logger is not None:
-            self.run.record("evaluated", step=self.position.step, **values)
+            self.run.tell("evaluated", step=self.position.step, **values)
 
     def closing(self) -> str | None:
         """What the task has to say at the end. On all ranks: where the model is spread, calling it is collective."""

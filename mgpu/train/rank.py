@@ -6,7 +6,9 @@ Imported by the spawner before it forks, so it runs no torch op itself.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import errno
 import faulthandler
 import io
 import json
@@ -20,15 +22,16 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
-from mgpu.files import write_json
+from mgpu.files import FULL, write_json
 from mgpu.parallel.base import StopVote
 from mgpu.plan import Plan
 from mgpu.runs import Run
 from mgpu.runs.heartbeat import Board, Ended, Heart, Phase
-from mgpu.runs.requests import REOPEN_SIGNAL, STACKS_SIGNAL
+from mgpu.runs.requests import REOPEN_SIGNAL, STACKS_SIGNAL, STOP_SIGNALS
 from mgpu.spec import RunSpec, load_spec
 from mgpu.topology.binding import bind_process
 from mgpu.train import heart as heartbeat
@@ -72,7 +75,7 @@ def run_rank(rank: int, start: Start) -> None:
             _train(spec, run, plan, rank, start, heart)
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
         if code:
@@ -101,6 +104,7 @@ def _record(error: BaseException, heart: Heart, run: Run, start: Start, rank: in
         except RuntimeError:  # a signal that was on its way
             write()
     except OSError as fault:  # a full disk must not hide the error that the log is about to show
+        heart.set("unrecorded", fault.errno or errno.EIO)
         print(f"mgpu: the record of this error could not be written: {fault}", file=sys.stderr)
 
 
@@ -151,9 +155,20 @@ def _write_to(log: Path) -> None:
     faulthandler.enable(file=2)
 
 
+class _Log(io.FileIO):
+    """A file that takes nothing while its disk is full: that a line is lost must not end the training."""
+
+    def write(self, block: Any) -> int:
+        try:
+            return super().write(block)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return len(block)
+
+
 def _unbuffered(descriptor: int, errors: str) -> io.TextIOWrapper:
-    raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 - open for the life of the process
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)
+    return io.TextIOWrapper(_Log(descriptor, "wb", closefd=False), encoding="utf-8", errors=errors, write_through=True)
 
 
 def _answer_requests(heart: Heart, run: Run, start: Start, rank: int) -> None:
@@ -167,8 +182,9 @@ def _answer_requests(heart: Heart, run: Run, start: Start, rank: int) -> None:
     def answer() -> None:
         while os.read(start.requests, 1):
             path = run.collectives_path(start.attempt, rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, collectives())
+            with contextlib.suppress(OSError):  # a full disk
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, collectives())
 
     threading.Thread(target=answer, name="mgpu-requests", daemon=True).start()
 
@@ -187,13 +203,21 @@ def _listen_for_stop(stop: StopVote, heart: Heart, preempt: signal.Signals) -> N
         stop.asked = True
         heart.set("asked", signum)
 
-    for signum in (signal.SIGTERM, preempt):
-        signal.signal(signum, ask)
+    for signum in (signal.SIGTERM, signal.SIGHUP, preempt):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            signal.signal(signum, ask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _hear_stop_signals()
+
+
+def _hear_stop_signals() -> None:
+    """The spawner has forked this process with them held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _run_script(path: str, args: tuple[str | int | float, ...]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _hear_stop_signals()
     sys.argv = [path, *map(str, args)]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
@@ -216,7 +240,7 @@ def _train(spec: RunSpec, run: Run, plan: Plan, rank: int, start: Start, heart: 
     if training.logger is None:
         return
     if text:
-        run.record("note", text=text)
+        run.tell("note", text=text)
     outcome = "completed" if completed else "stopped"
-    run.record(outcome, attempt=start.attempt, step=training.position.step)
+    run.tell(outcome, attempt=start.attempt, step=training.position.step)
     training.logger.close(outcome)

@@ -114,7 +114,7 @@ def make_checkpointer(
     publisher = Publisher(
         folder=CheckpointFolder(run.checkpoints),
         retention=Retention.of(spec.checkpoint),
-        record=run.record,
+        record=run.tell,
         plan={"strategy": plan.strategy, "world": plan.world, "replicas": plan.replicas, "device": plan.device},
         versions={"mgpu": mgpu.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
     )
@@ -161,7 +161,7 @@ def _look(run: Run, init_from: str | None) -> _Verdict:
     folder = CheckpointFolder(run.checkpoints)
     found, warnings = folder.newest()
     for warning in warnings:
-        run.record("note", text=f"checkpoint {warning}")
+        run.tell("note", text=f"checkpoint {warning}")
     folder.clear_leftovers()
     if found is not None:
         return _Verdict(checkpoint=str(found.path))
@@ -174,5 +174,5 @@ def _look(run: Run, init_from: str | None) -> _Verdict:
     except MgpuError as error:
         return _Verdict(error=f"init_from: {error.message}", hint=error.hint)
     where = source.path if isinstance(source, Found) else source
-    run.record("note", text=f"starting from the weights of {where}")
+    run.tell("note", text=f"starting from the weights of {where}")
     return _Verdict(weights=str(where.absolute()))

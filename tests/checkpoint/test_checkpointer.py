@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
 import threading
 import time
 import warnings
@@ -115,17 +114,6 @@ def test_the_layout_follows_a_state_that_changes_shape(trainer):
     one.train()
     restore(one.folder.find(2), one.state)
     assert all(torch.equal(tensor, expected[path]) for path, tensor in one.tensors().items())
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """8 MB that can be filled up; where mounting is not allowed, a limit on the size of a file says the same."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
-    yield folder if done.returncode == 0 else None
-    if done.returncode == 0:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def test_a_full_disk_costs_the_new_checkpoint_and_never_the_old(trainer, small_disk, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from mgpu.checkpoint import Best, CheckpointFolder, Manifest, Retention
+from mgpu.checkpoint.listing import rows
 from mgpu.checkpoint.manifest import FileRecord
 from mgpu.errors import CheckpointError, DamagedCheckpoint, Refusal
 
@@ -121,3 +122,34 @@ def test_a_reader_looks_again_when_retention_was_quicker(folder, monkeypatch):
 
     monkeypatch.setattr(CheckpointFolder, "steps", steps)
     assert folder.find().step == 20
+
+
+def test_what_is_kept_is_not_removed_and_the_next_newest_is_taken_for_one_that_just_was(folder, monkeypatch):
+    put(folder, 5)
+    put(folder, 10)
+    with folder.kept() as found:
+        assert (found.step, folder.remove(10), folder.remove(5)) == (10, False, True)
+    put(folder, 12)
+    genuine, taken = CheckpointFolder.reading, []
+
+    def overtaken(self, path):
+        """Retention is quicker, once: between finding and reading."""
+        if taken == [12]:
+            assert folder.remove(12)
+        taken.append(int(path.name.removeprefix("step-")))
+        return genuine(self, path)
+
+    monkeypatch.setattr(CheckpointFolder, "reading", overtaken)
+    with folder.kept() as found:
+        assert (found.step, found.path.exists()) == (10, True)
+    assert taken == [12, 12, 10, 10]
+    with pytest.raises(Refusal, match="no checkpoint of step 12"), folder.kept(12):
+        pass
+
+
+def test_a_damaged_one_is_listed_with_what_lies_there(folder):
+    path = put(folder, 5)
+    (path / "manifest.json").write_text("{")
+    (row,) = rows(folder)
+    assert (row.health, row.bytes) == ("damaged", sum(file.stat().st_size for file in path.iterdir()))
+    assert row.created == path.stat().st_mtime

@@ -101,7 +101,7 @@ def test_one_error_on_four_ranks_ends_the_output_with_its_cause(bench):
     assert report[1].startswith("cause  rank 2 on ")
     assert report[1].endswith("ValueError: bad sample 17")
     assert "toy.py:" in report[2] and report[2].endswith("in misbehave")
-    assert report[3] == "followed by rank 0, 1, 3: victims of the above"
+    assert report[3] == "followed by ranks 0, 1, 3: victims of the above"
     assert report[4] == f"log    {bench.latest.log_path(1, 2)}"
     assert "Traceback" not in done.stderr
     assert "bad sample 17" in bench.latest.log_path(1, 2).read_text()
@@ -114,7 +114,7 @@ def test_a_rank_that_leaves_early_with_code_0_is_named_with_its_step(supervised)
     assert done.returncode == 1
     assert report[1].endswith("left early with code 0 in step 3 (last finished: 2)")
     assert report[2].strip() == "rank 0 was in step 3"
-    assert report[3] == "followed by rank 0: victims of the above"
+    assert report[3] == "followed by rank 0: a victim of the above"
 
 
 def test_a_stuck_rank_is_named_with_function_and_line(supervised):

@@ -1,6 +1,7 @@
 """The judge on invented evidence: who was first, and of itself."""
 
 import dataclasses
+import errno
 import json
 import signal
 
@@ -158,3 +159,22 @@ def test_the_text_of_an_exit_is_told(run):
     recorded(run, 0, 100, kind="SystemExit", message="75", code=75)
     cause = judge(run, evidence([(75, 200)], script=True), {})
     assert (cause.what, cause.exit_code, cause.kind) == ("exited with code 75", 75, "exit")
+
+
+def test_an_error_without_a_text_is_its_type(run):
+    recorded(run, 0, 100, kind="KeyboardInterrupt", message="")
+    assert judge(run, evidence([(1, 200)]), {}).what == "KeyboardInterrupt"
+
+
+def test_an_error_that_a_full_disk_did_not_take_is_told_as_that(run):
+    beats = {0: BEAT, 1: dataclasses.replace(BEAT, unrecorded=errno.ENOSPC)}
+    cause = judge(run, evidence([(0, 300), (1, 200)], beats=beats), {})
+    assert (cause.kind, cause.rank, cause.exit_code) == ("error", 1, 1)
+    assert cause.what == "failed, and its error could not be written down: No space left on device"
+    assert cause.advice == f"make room where {run.path} lies, then resume"
+
+
+def test_a_removed_folder_is_the_cause_and_nothing_is_started_again(run):
+    cause = judge(run, evidence([None, None], folder_gone=True), {})
+    assert (cause.kind, cause.rank, cause.exit_code, cause.deterministic) == ("folder", None, 1, True)
+    assert cause.what == f"{run.path} was removed while the run was under way"

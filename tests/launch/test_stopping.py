@@ -5,12 +5,13 @@ import signal
 
 import pytest
 
-from mgpu.launch.stopping import HEARD, SignalRelay, StopRequest
+from mgpu.launch.stopping import SignalRelay, StopRequest
+from mgpu.runs.requests import STOP_SIGNALS
 
 
 @pytest.fixture
 def request_to_stop():
-    before = {signum: signal.getsignal(signum) for signum in HEARD}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     read, write = os.pipe()
     stop = StopRequest(read)
     stop.listen()
@@ -65,7 +66,7 @@ def test_a_front_that_is_gone_is_noticed(request_to_stop):
 
 
 def test_what_the_front_heard_before_there_was_a_node_is_handed_on_in_order():
-    before = {signum: signal.getsignal(signum) for signum in HEARD}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         relay, handed = SignalRelay(), []

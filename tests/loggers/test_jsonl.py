@@ -112,12 +112,26 @@ def test_a_killed_process_loses_no_line(tmp_path):
     assert steps(Run(tmp_path)) == list(range(1, 101))
 
 
-def test_a_full_disk_is_an_error_and_not_a_gap():
+def test_lines_that_a_full_disk_did_not_take_are_written_once_it_does(tmp_path):
+    run = Run(tmp_path)
+    logger = opened(run)
+    genuine, logger._handle = logger._handle, os.open("/dev/full", os.O_WRONLY)
+    logger.log(1, {"loss": 1.0})
+    logger.log(2, {"loss": 0.5})
+    os.close(logger._handle)
+    logger._handle = genuine
+    logger.log(3, {"loss": 0.25})
+    logger.close("completed")
+    assert steps(run) == [1, 2, 3]
+
+
+def test_an_end_that_loses_lines_is_an_error():
     logger = JsonlLogger()
     logger._handle = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(OSError, match="No space left"):
-        logger.log(1, {"loss": 1.0})
-    os.close(logger._handle)
+    logger.log(1, {"loss": 1.0})
+    logger.log(2, {"loss": 0.5})
+    with pytest.raises(OSError, match="No space left on device: the last 2 lines of the metrics are lost"):
+        logger.close("completed")
 
 
 def test_a_logger_that_is_not_open_refuses_a_step(tmp_path):

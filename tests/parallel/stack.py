@@ -28,6 +28,14 @@ class Tokens:
         return tokens[:-1], targets
 
 
+class Pairs(Tokens):
+    """The same for a model that translates: its decoder sees the tokens back to front."""
+
+    def __getitem__(self, index):
+        tokens, targets = super().__getitem__(index)
+        return {"input_ids": tokens, "decoder_input_ids": tokens.flip(0)}, targets
+
+
 class NextToken(Supervised):
     def __init__(self):
         super().__init__(nn.CrossEntropyLoss(), unit="token")
@@ -165,7 +173,7 @@ class Remembering(Normed):
 
 
 class Skipping(Normed):
-    """Uses a value of its first block again at the end: no pipeline can hand that over."""
+    """Uses a value of its first block again at the end, past all blocks between."""
 
     def __init__(self):
         super().__init__(norm=False)
@@ -188,8 +196,9 @@ class Scaled(nn.Module):
 
     def __init__(self, constant=False):
         super().__init__()
-        self.stem, self.head, self.constant = nn.Linear(6, 6), nn.Linear(6, 1), constant
+        self.stem, self.constant = nn.Linear(6, 6), constant
         self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+        self.head = nn.Linear(6, 1)
         self.double()
 
     def forward(self, x):
@@ -197,6 +206,151 @@ class Scaled(nn.Module):
         for block in self.blocks:
             x = block(scale, x)
         return self.head(x)
+
+
+class UNet(nn.Module):
+    """Each block on the way up takes what the block of its width on the way down made, and batch norm in all."""
+
+    class Block(nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.mix, self.norm = nn.Conv1d(channels, 4, 3, padding=1), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return torch.tanh(self.norm(self.mix(x)))
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv1d(1, 4, 1)
+        self.down = nn.ModuleList(self.Block(4) for _ in range(4))
+        self.up = nn.ModuleList(self.Block(8) for _ in range(4))
+        self.head = nn.Linear(24, 1)
+        self.double()
+
+    def forward(self, x):
+        x, skips = self.stem(x.unsqueeze(1)), []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+        for block in self.up:
+            x = block(torch.cat([x, skips.pop()], dim=1))
+        return self.head(x.flatten(1))
+
+
+class Translator(nn.Module):
+    """An encoder whose output all blocks of the decoder take, one embedding at the start of both, which the head shares, and
+    a bias by positions that the first block makes for all (T5). Tokens in, logits out."""
+
+    class Block(nn.Module):
+        def __init__(self, width, biased, crossed):
+            super().__init__()
+            self.mix, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+            self.bias = nn.Embedding(16, 1) if biased else None
+            self.cross = nn.Linear(width, width) if crossed else None
+
+        def forward(self, x, memory=None, bias=None):
+            if self.bias is not None:
+                places = torch.arange(x.shape[1])
+                bias = self.bias((places[:, None] - places).clamp(-8, 7) + 8).squeeze(-1)
+            weights = torch.softmax(x @ x.transpose(1, 2) + bias, -1)
+            x = x + self.mix(self.norm(weights @ x))
+            if self.cross is not None:
+                x = x + torch.softmax(x @ memory.transpose(1, 2), -1) @ self.cross(memory)
+            return x, bias
+
+    def __init__(self, width=8, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.encoder = nn.ModuleList(self.Block(width, i == 0, False) for i in range(layers))
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+        self.decoder = nn.ModuleList(self.Block(width, i == 0, True) for i in range(layers))
+        self.head = nn.Linear(width, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, tokens):
+        memory, bias = self.embed(tokens), None
+        for block in self.encoder:
+            memory, bias = block(memory, None, bias)
+        x, bias = self.embed(tokens.flip(1)), None
+        x *= 2
+        x += memory
+        for block in self.decoder:
+            x, bias = block(x, memory, bias)
+        return self.head(x * self.scale)
+
+
+class Chosen(nn.Module):
+    """Its first block chooses columns, integers that need no gradient, for the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6, norm=False) for _ in range(4))
+        self.head = nn.Linear(3, 1)
+        self.double()
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        places, large = x.topk(3).indices, x > 0
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head((x * large).gather(1, places))
+
+
+class Overwriting(Normed):
+    """Blocks that change in place what they are called with; `kept` uses it afterwards."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.linear(x.tanh_())
+
+    def __init__(self, kept=False):
+        super().__init__(norm=False)
+        self.kept = kept
+        for index in range(4):
+            self.blocks[index] = self.Block().double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            before = x = x * 2
+            x = block(x)
+            x = x + before if self.kept else x
+        return self.head(x)
+
+
+class Asking(Normed):
+    """Goes on by the sign of an activation."""
+
+    def __init__(self):
+        super().__init__(norm=False)
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        return self.head(self.blocks[3](self.blocks[2](self.blocks[1](x if x.sum() > 0 else -x))))
+
+
+class Reaching(Normed):
+    """Takes the weight of a block beside calling it."""
+
+    def __init__(self):
+        super().__init__(norm=False)
+
+    def forward(self, x):
+        return self.head(self.blocks(x) @ self.blocks[0].linear.weight)
+
+
+class Returning(Normed):
+    """Calls its first block on what its last one made."""
+
+    def __init__(self):
+        super().__init__(norm=False)
+
+    def forward(self, x):
+        return self.head(self.blocks[0](self.blocks(x)))
 
 
 class Thawing(nn.Module):

@@ -6,8 +6,11 @@ from torch import nn
 
 from mgpu.errors import PlanError
 from mgpu.parallel._blocks import repeated_blocks
+from mgpu.parallel._calls import Call
+from mgpu.parallel._cuts import choose_cuts, parts_of
+from mgpu.parallel._routes import Uncuttable
 from mgpu.parallel._sharded import Sharding
-from mgpu.parallel._stages import Absent, Cutting, Uncuttable, choose_cuts, parts_of
+from mgpu.parallel._stages import Cutting, take_away
 from mgpu.parallel._tensor_plans import TensorSplit
 from mgpu.parallel.model import place
 from mgpu.zoo import GPT
@@ -77,13 +80,13 @@ def test_stages_one_after_the_other_are_the_model(cuts):
     torch.manual_seed(0)
     whole = GPT(layers=3, width=16, heads=2, context=8, vocabulary=32, tie=False)
     tokens = torch.arange(16).reshape(2, 8)
-    given = None
+    given = ()
     for stage in range(len(cuts) + 1):
         model = GPT(layers=3, width=16, heads=2, context=8, vocabulary=32, tie=False)
         model.load_state_dict(whole.state_dict())
         cutting = Cutting(model, parts_of(model, cuts), own=[stage])
         cutting.cut()
-        given = cutting.run(stage, given, len(cuts), (tokens,), {})
+        given = cutting.run(stage, given, Call((tokens,), {}))
     torch.testing.assert_close(given, whole(tokens), rtol=0, atol=0)
 
 
@@ -96,16 +99,14 @@ def test_a_model_that_never_calls_the_next_stage_is_told():
     cutting = Cutting(model, parts_of(model, ["layer2"]), own=[0])
     cutting.cut()
     with pytest.raises(Uncuttable, match="no module of stage 1 was called"):
-        cutting.run(0, None, 1, (torch.zeros(1, 2, 4, 4),), {})
+        cutting.run(0, (), Call((torch.zeros(1, 2, 4, 4),), {}))
 
 
-def test_an_absent_module_has_no_parameters_and_keeps_its_shapes():
-    linear = nn.Linear(3, 5)
-    absent = Absent(linear)
-    assert list(linear.parameters()) == []
-    with absent:
-        assert linear(torch.empty(2, 3, device="meta")).shape == (2, 5)
-    assert linear.state_dict() == {}
+def test_a_module_of_another_rank_has_no_parameters():
+    norm = nn.BatchNorm1d(3)
+    take_away(norm)
+    assert list(norm.parameters()) == []
+    assert norm.state_dict() == {}
 
 
 def test_layers_on_several_devices_of_one_process():

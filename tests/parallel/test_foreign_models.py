@@ -25,6 +25,10 @@ CONFIGS = {
     },
     "Llama": LLAMA,
     "Qwen3": {**LLAMA, "head_dim": 8},  # norms of queries and keys, on each tensor peer's own heads
+    "T5": {
+        "vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "pad_token_id": 0, "decoder_start_token_id": 0,
+    },
     "Phi3": LLAMA,  # fused matrices, whose outputs are cut after they were gathered
     "Mixtral": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {
@@ -37,7 +41,8 @@ CONFIGS = {
 }  # fmt: skip
 MODELS = {
     "GPT2": ("GPT2LMHeadModel", "transformer.h.2"),
-    **{name: (f"{name}ForCausalLM", "model.layers.2") for name in CONFIGS if name != "GPT2"},
+    "T5": ("T5ForConditionalGeneration", "decoder.block.0"),
+    **{name: (f"{name}ForCausalLM", "model.layers.2") for name in CONFIGS if name not in ("GPT2", "T5")},
 }
 EXPERTS = ("Mixtral", "Qwen3Moe", "DeepseekV2", "DeepseekV3")
 LAYOUTS = [(strategy, name) for strategy in ("ddp", "fsdp", "pipeline", "tensor") for name in ("GPT2", "Llama")]
@@ -98,6 +103,19 @@ def test_a_style_that_is_not_ours_is_refused():
 
     with pytest.raises(PlanError, match="the model's own plan uses moe_identity_expert, which is not supported"):
         TensorSplit().check(Carrying(2, 2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, schedule, split", [
+    (2, "1f1b", ["decoder.block.0"]), (2, "zbv", ["encoder.block.1", "decoder.block.0", "decoder.block.1"]),
+    (4, "gpipe", "auto"),
+])  # fmt: skip
+def test_an_encoder_and_a_decoder_of_transformers_in_stages(workshop, ranks, schedule, split):
+    """T5: all blocks take the bias of their first one, those of the decoder also what the encoder made."""
+    data = {"train": "stack.py:Pairs", "eval": {"target": "stack.py:Pairs", "args": {"n": 7}}}
+    settings = {**settings_of("T5"), "data": data, "precision": "fp64"}
+    parallel = {"strategy": "pipeline", "schedule": schedule, "split": split}
+    assert_same(workshop.train(ranks, parallel=parallel, **settings), workshop.single(**settings), 1e-9)
 
 
 @pytest.mark.slow

@@ -55,15 +55,62 @@ def test_an_output_with_something_that_cannot_travel(workshop):
     assert_same(trained, workshop.single(**settings), 1e-9)
 
 
-@pytest.mark.parametrize(
-    "model, told",
-    [
-        ("stack.py:Skipping", "earlier stage"),
-        ("stack.py:Scaled", "only one tensor is handed over"),
-        ({"target": "stack.py:Scaled", "args": {"constant": True}}, "is not the one that it misses"),
-    ],
-)
-def test_a_value_that_skips_a_stage_is_refused_by_name(workshop, model, told):
+SKIPPING = {
+    "one": {**POINTS, "model": "stack.py:Skipping"},
+    "two-handed-over": {**POINTS, "model": "stack.py:Scaled"},
+    "constant-and-one": {**POINTS, "model": {"target": "stack.py:Scaled", "args": {"constant": True}}},
+    "u-net": {**POINTS, "model": "stack.py:UNet"},
+    "encoder-decoder": {"model": "stack.py:Translator"},
+    "integers": {**POINTS, "model": "stack.py:Chosen"},
+    "changed-in-place": {**POINTS, "model": "stack.py:Overwriting"},
+}
+MIDDLE = {"encoder-decoder": ["encoder.1", "decoder.0", "decoder.1"]}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", list(SKIPPING))
+def test_values_that_skip_stages(workshop, name, ranks):
+    split = MIDDLE[name][:: 2 if ranks == 2 else 1][: ranks - 1] if name in MIDDLE else "auto"
+    parallel = {"strategy": "pipeline", "split": split}
+    trained = workshop.train(ranks, parallel=parallel, **SKIPPING[name])
+    assert_same(trained, workshop.single(**SKIPPING[name]), 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_values_that_skip_stages_in_every_schedule(workshop, schedule, ranks):
+    """Eight micro batches a step, then three; 2 to 8 stages."""
+    settings = {**SKIPPING["u-net"], "batch": {"size": 16, "micro": 2}, "duration": "4 steps"}
+    trained = workshop.train(ranks, parallel={"strategy": "pipeline", "schedule": schedule}, **settings)
+    assert_same(trained, workshop.single(**settings), 1e-9)
+    assert trained.told[0]["schedules"][:1] == ([kind] if (kind := SCHEDULES[schedule].kind) else [])
+
+
+@pytest.mark.parametrize("schedule", [name for name, schedule in SCHEDULES.items() if schedule.stages(2, 2) == 4])
+def test_a_bias_that_a_later_stage_takes_gets_its_whole_gradient(workshop, schedule):
+    """Made of parameters alone, in the first of the decoder's stages: nothing that was received is on its way on."""
+    settings = {**SKIPPING["encoder-decoder"], "batch": {"size": 16, "micro": 2}, "duration": "4 steps"}
+    parallel = {"strategy": "pipeline", "schedule": schedule, "split": MIDDLE["encoder-decoder"]}
+    assert_same(workshop.train(2, parallel=parallel, **settings), workshop.single(**settings), 1e-9)
+
+
+def test_values_that_skip_stages_go_on_from_a_checkpoint(workshop):
+    settings, parallel = SKIPPING["encoder-decoder"], {"strategy": "pipeline", "split": ["decoder.0"]}
+    whole = workshop.single(**settings)
+    run = workshop.train(2, parallel=parallel, **{**settings, "duration": "3 steps"}).run
+    assert_same(workshop.resume(run, 2, parallel=parallel, duration="5 steps"), whole, 1e-9, evaluations=False)
+    run = workshop.train(2, parallel=parallel, **{**settings, "duration": "3 steps"}).run
+    resumed = workshop.resume(run, 1, parallel={"strategy": "single"}, duration="5 steps")
+    assert_same(resumed, whole, 1e-9, evaluations=False)
+
+
+@pytest.mark.parametrize("model, told", [
+    ("stack.py:Asking", r"Tensor.__bool__ in stage 0 depends on the values of activations"),
+    ("stack.py:Reaching", r"takes blocks.0.linear.weight outside of the module that has it"),
+    ("stack.py:Returning", r"blocks.0 of stage 0 takes a value of the later stage 1, made by blocks.3"),
+    ({"target": "stack.py:Overwriting", "args": {"kept": True}}, r"that blocks\.2 has changed in place in a later stage"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_cut_is_told_where_and_why(workshop, model, told):
     with pytest.raises(RankFailed, match=told):
         workshop.train(2, parallel={"strategy": "pipeline"}, **{**POINTS, "model": model})
 

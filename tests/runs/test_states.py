@@ -88,3 +88,12 @@ def test_no_event_whatever_makes_it_raise(events):
     history = fold(events)
     assert history.attempts >= sum(event["event"] == "attempt_started" for event in events)
     assert (history.supervisor is not None) == (history.state is State.RUNNING)
+
+
+def test_a_start_counts_as_running_until_it_is_refused():
+    ended = {"event": "attempt_ended", "state": "failed", "exit_code": 1}
+    starting = {"event": "starting", "pid": 7}
+    assert fold([CREATED, starting]) == History(State.RUNNING, 0, 0, None, starting)
+    assert fold([CREATED, STARTED, ended, starting]).state is State.RUNNING
+    refused = fold([CREATED, STARTED, ended, starting, {"event": "refused"}])
+    assert refused == History(State.FAILED, 1, 0, 1, None)

@@ -108,3 +108,29 @@ def test_an_error_whose_text_cannot_be_made_is_recorded_all_the_same(record):
         raise Unprintable
 
     assert record(failing)["type"] == "Unprintable"
+
+
+def test_what_an_error_was_raised_from_and_what_a_group_holds_is_told(record):
+    def wrapped():
+        try:
+            own()
+        except ValueError as error:
+            raise RuntimeError("step failed") from error
+
+    told = record(wrapped)
+    assert (told["type"], told["message"]) == ("RuntimeError", "step failed")
+    (cause,) = told["causes"]
+    assert cause.startswith("ValueError: bad sample 17, at ") and cause.endswith("in own")
+
+    def several():
+        raise ExceptionGroup("two", [ValueError("one"), KeyError("other")])
+
+    assert record(several)["causes"] == ["ValueError: one", "KeyError: 'other'"]
+
+    def hidden():
+        try:
+            own()
+        except ValueError:
+            raise RuntimeError("step failed") from None
+
+    assert record(hidden)["causes"] == []

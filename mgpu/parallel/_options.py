@@ -39,11 +39,13 @@ class TensorOptions(StrategyOptions):
     """How layers are split inside."""
 
     plan: Literal["auto"] | dict[str, Literal[STYLES]] = "auto"  # type: ignore[valid-type]
-    """Styles by name pattern, as `layers.*.up: colwise`; `auto` knows the zoo's GPT, and models that carry a plan."""
+    """Styles by name pattern, as `layers.*.up: colwise`. `auto` knows the zoo's GPT, torchvision's VisionTransformer, GPT-2 of
+    transformers, models that carry a `_tp_plan`, and in others torch's MultiheadAttention (by heads) and the layers of its
+    Transformer. What is split how is told when the run starts."""
     sequence: bool = False
-    """Split the activations between the split layers along the sequence (zoo's GPT)."""
+    """Split the activations between the split layers along the sequence: of the zoo's GPT, or as your plan says."""
     loss_parallel: bool = False
-    """Leave the logits split for the loss, which must be cross-entropy."""
+    """Leave the logits split for the loss, which must be cross-entropy: where the plan splits the head (colwise_gather)."""
 
     def tensor_split(self) -> TensorSplit:
         return TensorSplit(self.plan, self.sequence, self.loss_parallel)

@@ -9,6 +9,7 @@ each rank uses its heads' part of it.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,21 @@ MATRICES = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 """The parameters in place of the packed one, where queries, keys and values have different widths."""
 
 
+def keeps_methods(kind: type, base: type) -> bool:
+    """Whether `kind` runs as `base`, of which it is one: no method of it is another's."""
+    methods = {name: value for name, value in vars(base).items() if inspect.isfunction(value)}
+    return all(getattr(kind, name) is value for name, value in methods.items() if not name.startswith("__"))
+
+
 def check_attention(name: str, module: nn.Module, degree: int) -> None:
     """PlanError where `module` cannot be split by heads over `degree` ranks."""
     from torch import nn
 
-    if not isinstance(module, nn.MultiheadAttention):
+    if not isinstance(module, nn.MultiheadAttention) or not keeps_methods(type(module), nn.MultiheadAttention):
+        changed = ", with methods of its own" if isinstance(module, nn.MultiheadAttention) else ""
         raise PlanError(
-            f"{name} is a {type(module).__qualname__}, and the style attention splits torch's nn.MultiheadAttention",
+            f"{name} is a {type(module).__qualname__}{changed}, and the style attention splits torch's "
+            "nn.MultiheadAttention",
             key=("parallel", "plan"),
             hint="split its projections: colwise those of queries, keys and values, rowwise that of the output",
         )
@@ -92,16 +101,16 @@ def _attend(
     dropout = module.dropout if module.training else 0.0
     if need_weights:
         scores = q * module.head_dim**-0.5 @ k.transpose(-2, -1)
-        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = (scores if mask is None else scores + mask.to(scores.dtype)).softmax(-1)
         weights = functional.dropout(weights, dropout) if dropout else weights
         mixed = weights @ v
         told = _of_all_heads(weights, mesh, module.num_heads, average_attn_weights)
     else:
         mixed, told = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
-    out: Tensor = module.out_proj(mixed.transpose(1, 2).flatten(-2))
+    out: Tensor = module.out_proj(mixed.permute(2, 0, 1, 3).flatten(-2))  # in memory by length, as torch has it
     if not is_batched:
-        return out[0], None if told is None else told[0]
-    return out if module.batch_first else out.transpose(0, 1), told
+        return out[:, 0], None if told is None else told[0]
+    return out.transpose(0, 1) if module.batch_first else out, told
 
 
 def _batch_first(tensor: Tensor, is_batched: bool, module: nn.MultiheadAttention) -> Tensor:

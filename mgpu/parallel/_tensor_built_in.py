@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mgpu.errors import PlanError
+from mgpu.parallel._tensor_attention import keeps_methods
 from mgpu.parallel._tensor_hugging_face import carried_plan
 from mgpu.parallel._tensor_styles import STYLES
 
@@ -48,7 +49,7 @@ BLOCKS = {
     ("torch.nn.modules.transformer", "TransformerDecoderLayer"): {**ENCODER_LAYER, "multihead_attn": "attention"},
     ("torch.nn.modules.activation", "MultiheadAttention"): {"": "attention"},
 }
-"""Plans of blocks, for models that are known by nothing else."""
+"""Plans of blocks, for models that are known by nothing else. A class with methods of its own is another block."""
 
 
 def known_plan(model: nn.Module, *, sequence: bool) -> Mapping[str, str]:
@@ -78,4 +79,5 @@ def _of_blocks(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         for kind in type(module).__mro__
         for inner, style in BLOCKS.get((kind.__module__, kind.__qualname__), {}).items()
+        if keeps_methods(type(module), kind)
     }

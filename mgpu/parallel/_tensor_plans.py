@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +21,10 @@ from mgpu.parallel._tensor_styles import OF_PARAMETERS, UNSPLIT, is_transposed, 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+
+
+LOGITS = {"colwise_gather": "colwise_logits", "colwise_gather_sequence": "colwise_logits_sequence"}
+"""The style of a head for a parallel loss, by the one that it has else."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,8 @@ class TensorSplit:
                 of_parameters.update(dict.fromkeys(fnmatch.filter(parameters, pattern), style))
         if self.loss_parallel:
             blocks = tuple(f"{name}." for name in repeated_blocks(model))
-            heads = [name for name, style in found.items() if style == "colwise_gather" and not name.startswith(blocks)]
-            found.update(dict.fromkeys(heads, "colwise_logits"))
+            heads = {name: LOGITS[style] for name, style in found.items() if style in LOGITS}
+            found.update({name: style for name, style in heads.items() if not name.startswith(blocks)})
         return found, of_parameters
 
     def _plan(self, model: nn.Module) -> Mapping[str, str]:
@@ -60,6 +67,7 @@ class TensorSplit:
         found, of_parameters = self._matched(model)
         if not found:
             raise PlanError("the plan splits no module", key=("parallel", "plan"))
+        self._check_options(found)
         for name, style in of_parameters.items():
             _check_parameter(name, parameters[name], style, degree)
         for name, style in found.items():
@@ -74,14 +82,41 @@ class TensorSplit:
         for name in self._packed(found, of_parameters, model) if shards > 1 else ():
             check_packed(name, parameters[name], shards)
 
+    def _check_options(self, found: Mapping[str, str]) -> None:
+        """PlanError for an option that would change nothing."""
+        if self.sequence and "sequence" not in found.values():
+            raise PlanError(
+                "the plan has no layer that works on a part of the sequence",
+                key=("parallel", "sequence"),
+                hint="it is known for the zoo's GPT; write a plan with the styles scatter, sequence and gather, or leave it out",
+            )
+        if self.loss_parallel and not set(LOGITS.values()) & set(found.values()):
+            raise PlanError(
+                "the plan has no head whose outputs are split and then gathered: there are no logits to leave split",
+                key=("parallel", "loss_parallel"),
+                hint="write a plan that gives the head the style colwise_gather, or leave it out",
+            )
+
     def _packed(self, found: Mapping[str, str], of_parameters: Mapping[str, str], model: nn.Module) -> list[str]:
         """The parameters of which each rank holds several runs of rows."""
-        names = [name for name, style in of_parameters.items() if style.startswith("packed_")]
+        packed = {name: style for name, style in of_parameters.items() if style.startswith("packed_")}
+        names = [name for name, style in packed.items() if cut_of(style, model.get_parameter(name).dim())[0] == 0]
         for name, style in found.items():
             own = [f"{name}.{inner}" for inner, _ in model.get_submodule(name).named_parameters(recurse=False)]
             names += own if style == "packed_colwise" else []
             names += [inner for inner in own if style == "attention" and inner.endswith("in_proj_weight")]
         return names
+
+    def describe(self, model: nn.Module) -> str:
+        """Which modules and parameters are split how, a line a style: `attention: layers.*.self_attn (4)`."""
+        lines: dict[str, Counter[str]] = {}
+        for styles in self._matched(model):
+            for name, style in styles.items():
+                lines.setdefault(style, Counter())[re.sub(r"\b\d+\b", "*", name) or "the model"] += 1
+        return "\n".join(
+            f"{style}: {', '.join(f'{name} ({count})' if count > 1 else name for name, count in names.items())}"
+            for style, names in lines.items()
+        )
 
     def apart(self, model: nn.Module) -> frozenset[str]:
         """The parameters that each tensor peer holds whole and uses on its part of the heads."""
@@ -101,6 +136,9 @@ class TensorSplit:
 
         # In evaluation, torch's transformer layers hand their parameters to one fused operator, which knows no split ones.
         torch.backends.mha.set_fastpath_enabled(False)
+        if torch.distributed.get_rank() == 0:
+            told = f"layers are split over {mesh.size()} ranks; what is not named here is not split\n{self.describe(model)}"
+            print(told, file=sys.stderr)
         ties = _ties(model)
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         found, of_parameters = self._matched(model)

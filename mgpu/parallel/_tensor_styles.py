@@ -84,6 +84,9 @@ def _style(name: str) -> Any:
         "rowwise_split": lambda: RowwiseParallel(input_layouts=whole),
         "rowwise_scatter": lambda: RowwiseParallel(output_layouts=parts),
         "colwise_logits": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "colwise_logits_sequence": lambda: ColwiseParallel(
+            input_layouts=parts, output_layouts=Shard(-1), use_local_output=False
+        ),
         "table": lambda: RowwiseParallel(input_layouts=whole),
         "attention": lambda: _own(split_attention),
         "packed_colwise": lambda: _own(_packed),

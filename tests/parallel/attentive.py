@@ -20,14 +20,14 @@ class Attentive(nn.Module):
     """Attention with a causal mask; with learned keys, padding and a learned mask for each head; over other widths, with
     averaged weights; and of one sequence at a time, with the weights of each head."""
 
-    def __init__(self):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(32, 16), nn.Parameter(torch.randn(LENGTH, 16) / 4)
-        self.causal = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.masked = nn.MultiheadAttention(16, 4, add_bias_kv=True, add_zero_attn=True)
+        self.causal = nn.MultiheadAttention(16, 4, dropout, batch_first=True)
+        self.masked = nn.MultiheadAttention(16, 4, dropout, add_bias_kv=True, add_zero_attn=True)
         self.distance = nn.Parameter(torch.randn(4, LENGTH, LENGTH) / 4)
         self.wide, self.narrow = nn.Linear(16, 12), nn.Linear(16, 8)
-        self.cross = nn.MultiheadAttention(16, 4, kdim=8, vdim=12, bias=False, batch_first=True)
+        self.cross = nn.MultiheadAttention(16, 4, dropout, kdim=8, vdim=12, bias=False, batch_first=True)
         self.alone = nn.MultiheadAttention(16, 4)
         self.head = nn.Linear(16 + 2 * LENGTH, 32)
         for attention in (self.causal, self.masked, self.alone):
@@ -42,7 +42,7 @@ class Attentive(nn.Module):
         padding = torch.zeros_like(tokens, dtype=x.dtype).masked_fill(left_out(tokens), -torch.inf)
         mixed, none = self.masked(turned, turned, turned, padding, need_weights=False, attn_mask=mask)
         assert none is None
-        x = x + mixed.transpose(0, 1)
+        x = x + mixed.view(-1, 16).view(turned.shape).transpose(0, 1)  # its memory lies as torch's own lies
         mixed, averaged = self.cross(x, self.narrow(x), self.wide(x), key_padding_mask=left_out(tokens))
         x = x + mixed
         each = [self.alone(row, row, x[0], attn_mask=later(), average_attn_weights=False) for row in x]

@@ -10,6 +10,7 @@
     │   ├── TopologyError        2   a description of a machine that cannot be read, or asks for what it has not
     │   └── RunNotFound          2   no run, or more than one, answers to that name
     ├── DataError                1   the training data cannot be read as the plan needs it
+    ├── TaskError                1   the task does not give what it must
     ├── DriftError               1   ranks no longer hold the same model
     └── CheckpointError          1   no usable checkpoint, or one that cannot be written
         └── DamagedCheckpoint    1   files that are not what was written; names the file
@@ -108,6 +109,10 @@ class RunNotFound(Refusal):
 
 class DataError(MgpuError):
     """The training data cannot be read as the plan needs it."""
+
+
+class TaskError(MgpuError):
+    """A method of the task does not give what it must."""
 
 
 class DriftError(MgpuError):

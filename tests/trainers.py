@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 class Trainer:
     """A small model and AdamW, saved by a checkpointer of its own."""
 
-    def __init__(self, path, keep=3, model=None, optimizer=None):
+    def __init__(self, path, keep=3, model=None, optimizer=None, best=None):
         torch.manual_seed(0)
         self.folder = CheckpointFolder(path)
         self.log = path.parent / f"{path.name}.jsonl"
-        publisher = Publisher(self.folder, Retention(keep), self.record)
+        publisher = Publisher(self.folder, Retention(keep, best), self.record)
         self.checkpointer = Checkpointer(publisher, rank=0, world=1, token="1")
         self.model = model or nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         self.optimizer = optimizer or torch.optim.AdamW(self.model.parameters(), lr=0.1)

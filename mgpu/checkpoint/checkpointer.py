@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from mgpu.checkpoint.folder import CheckpointFolder
 from mgpu.checkpoint.layout import Layout, Signature, joined, make_layout, signature
-from mgpu.checkpoint.publish import Order, Outcome, Publisher
+from mgpu.checkpoint.publish import Measured, Order, Outcome, Publisher
 from mgpu.checkpoint.snapshot import Snapshot
 from mgpu.checkpoint.state import State
 from mgpu.checkpoint.writer import Connect, Exchange, Work, Writer, WriterGone
@@ -45,6 +46,10 @@ class Checkpointer:
         self._saves = 0
         self._told_of_waiting = False
         self.last: Outcome | None = None
+
+    def started_from(self, step: int) -> None:
+        """The checkpoint of `step` is where this attempt begins: until the first save, it is the newest."""
+        self.last = Outcome(step)
 
     def prepare(self, state: State, device: torch.device) -> None:
         """Agree on who writes what, and take the memory for it, so that the first save is as quick as any other."""
@@ -99,6 +104,19 @@ class Checkpointer:
             order = dataclasses.replace(order, data={} if layout.is_replicated else state.plain)
         self._submit(order)
 
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add what an evaluation has found to the checkpoint of `step`, if that is the newest save."""
+        newest = self._in_flight or self.last
+        if self.rank or newest is None or newest.step != step:
+            return
+        try:
+            if self._writer is None:
+                raise WriterGone
+            self._writer.submit(Measured(step, metrics))
+        except WriterGone:
+            self.wait()
+            self._work.publisher.measured(step, metrics)
+
     @property
     def is_saving(self) -> bool:
         """Whether a save is in flight, as far as this rank has heard."""
@@ -111,6 +129,12 @@ class Checkpointer:
     def poll(self) -> Outcome | None:
         """The outcome of the save in flight, if it has just ended."""
         return self._settle(0) if self._in_flight else None
+
+    def linger(self, seconds: float) -> None:
+        """Give the save in flight time to be written, by a rank that has failed since: nothing is told, nothing raised."""
+        if self._in_flight is not None and self._writer is not None:
+            with contextlib.suppress(WriterGone):
+                self._writer.outcome(seconds)
 
     def close(self) -> None:
         """Wait for the save in flight and end the writer."""

@@ -1,6 +1,7 @@
 """What a checkpoint says of itself: its files with sizes and hashes, where training stood, what it was made with.
 
-Written last, so its presence is the sign that all else is there. It also holds a hash of its own text.
+Written last, so its presence is the sign that all else is there. It also holds a hash of its own text. An evaluation comes
+after the save, so that no fault of it can cost the checkpoint: its metrics are put beside the manifest, in a file of their own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mgpu.errors import DamagedCheckpoint
-from mgpu.files import json_text
+from mgpu.files import json_text, write_atomic
 
 MANIFEST = "manifest.json"
 DATA = "data.json"
 METADATA = ".metadata"
+EVALUATION = "evaluation.json"
 
 _OWN_HASH = re.compile(rb'"sha256": "([0-9a-f]{64})"')
 _UNHASHED = b'"sha256": "' + b"0" * 64 + b'"'
@@ -55,25 +57,24 @@ class Manifest:
 
     def to_text(self) -> str:
         """The file's text, with the hash of that text (its own digits taken as zeros) in it."""
-        unhashed = json_text({"sha256": "0" * 64, **dataclasses.asdict(self)}, indent=2).encode() + b"\n"
-        return _with_hash(unhashed, hashlib.sha256(unhashed).hexdigest()).decode()
+        return _hashed_text(dataclasses.asdict(self))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of the checkpoint in `folder`; DamagedCheckpoint where it is not what was written."""
+        if (text := _hashed_bytes(folder, MANIFEST)) is None:
+            raise DamagedCheckpoint(f"{MANIFEST} is missing")
+        later = _hashed_bytes(folder, EVALUATION)
         try:
-            text = (folder / MANIFEST).read_bytes()
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
-        except OSError as error:
-            raise DamagedCheckpoint(f"{MANIFEST} cannot be read ({error.strerror})") from error
-        own = _OWN_HASH.search(text)
-        if own is None or hashlib.sha256(_with_hash(text, "0" * 64)).hexdigest() != own[1].decode():
-            raise DamagedCheckpoint(f"{MANIFEST} has another checksum than when it was written")
-        try:
-            return cls._from_json(json.loads(text))
+            manifest = cls._from_json(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(f"{MANIFEST} cannot be understood ({type(error).__name__})") from error
+        if later is None:
+            return manifest
+        try:
+            return dataclasses.replace(manifest, metrics=_metrics(json.loads(later)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{EVALUATION} cannot be understood ({type(error).__name__})") from error
 
     @classmethod
     def _from_json(cls, value: dict[str, Any]) -> Manifest:
@@ -88,7 +89,7 @@ class Manifest:
             step=int(value["step"]),
             files=files,
             position=dict(value["position"]),
-            metrics={name: float(metric) for name, metric in value["metrics"].items()},
+            metrics=_metrics(value),
             plan=dict(value["plan"]),
             versions=dict(value["versions"]),
             created=float(value["created"]),
@@ -114,6 +115,34 @@ class Manifest:
             for (name, record), found in zip(self.files.items(), hashes, strict=True):
                 if found != record.sha256:
                     raise DamagedCheckpoint(f"{name} has another checksum than when it was written")
+
+
+def write_evaluation(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Add what an evaluation has found to the checkpoint in `folder`, which is there already. Raises OSError."""
+    write_atomic(folder / EVALUATION, _hashed_text({"metrics": dict(metrics)}))
+
+
+def _metrics(value: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(metric) for name, metric in value["metrics"].items()}
+
+
+def _hashed_text(value: Mapping[str, Any]) -> str:
+    unhashed = json_text({"sha256": "0" * 64, **value}, indent=2).encode() + b"\n"
+    return _with_hash(unhashed, hashlib.sha256(unhashed).hexdigest()).decode()
+
+
+def _hashed_bytes(folder: Path, name: str) -> bytes | None:
+    """A file that holds the hash of its own text; None where it is missing, DamagedCheckpoint where the hash is another."""
+    try:
+        text = (folder / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{name} cannot be read ({error.strerror})") from error
+    own = _OWN_HASH.search(text)
+    if own is None or hashlib.sha256(_with_hash(text, "0" * 64)).hexdigest() != own[1].decode():
+        raise DamagedCheckpoint(f"{name} has another checksum than when it was written")
+    return text
 
 
 def _with_hash(text: bytes, digest: str) -> bytes:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from mgpu.checkpoint.folder import CheckpointFolder
 from mgpu.checkpoint.layout import Layout
-from mgpu.checkpoint.manifest import DATA, MANIFEST, METADATA, FileRecord, Manifest
+from mgpu.checkpoint.manifest import DATA, MANIFEST, METADATA, FileRecord, Manifest, write_evaluation
 from mgpu.checkpoint.retention import Retention
 from mgpu.checkpoint.shard import HashedFile, Part, explain, first_error
 from mgpu.errors import CheckpointError
@@ -44,6 +44,14 @@ class Order:
     waited: float = 0.0
     asked: float = 0.0
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation at `step` has found, after the order to save that step."""
+
+    step: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,14 +95,30 @@ class Publisher:
             waited=round(order.waited, 3),
             written_after=round(time.monotonic() - order.asked, 3),
         )
+        self._prune(order.step)
+        return Outcome(order.step, bytes=manifest.bytes)
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add an evaluation to the checkpoint of `step`, if there is one; then another may be the best."""
+        folder = self.folder.path_of(step)
         try:
-            removed = self.folder.prune(self.retention, order.step)
+            write_evaluation(folder, metrics)
+        except FileNotFoundError:  # it was not saved
+            return
+        except OSError as error:
+            text = f"the evaluation of step {step} is not with its checkpoint: {explain(error, folder)}"
+            self.record("note", text=text)
+            return
+        self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        try:
+            removed = self.folder.prune(self.retention, newest)
         except OSError as error:
             self.record("note", text=f"old checkpoints were not removed: {explain(error, self.folder.path)}")
         else:
             if removed:
                 self.record("checkpoints_removed", steps=removed)
-        return Outcome(order.step, bytes=manifest.bytes)
 
     def failed(self, order: Order, error: str) -> Outcome:
         """Tell of a save that came to nothing."""

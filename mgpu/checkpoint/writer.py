@@ -25,9 +25,10 @@ from typing import Any
 import torch.distributed as dist
 
 from mgpu.checkpoint.layout import Layout
-from mgpu.checkpoint.publish import Order, Outcome, Publisher
+from mgpu.checkpoint.publish import Measured, Order, Outcome, Publisher
 from mgpu.checkpoint.shard import Part, first_error, write_part
 from mgpu.checkpoint.snapshot import SharedMemory
+from mgpu.runs.naming import WRITER, name_process
 from mgpu.runs.requests import STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
@@ -158,7 +159,7 @@ class Writer:
             self._end.send((layout, memory.size))
             send_handle(self._end, memory.handle, self.pid)
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: Order | Measured) -> None:
         with _Conversation():
             self._end.send(order)
 
@@ -195,6 +196,7 @@ def _live(orders: Connection, work: Work, parent: int) -> None:
     """The body of the writer's process; never returns."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        name_process(WRITER)
         for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -217,6 +219,9 @@ def _serve(orders: Connection, work: Work) -> None:
             return
         if isinstance(message, Order):
             orders.send(work.carry_out(message))
+            continue
+        if isinstance(message, Measured):
+            work.publisher.measured(message.step, message.metrics)
             continue
         work.layout, size = message
         if work.memory is not None:

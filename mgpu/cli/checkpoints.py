@@ -29,7 +29,7 @@ def checkpoints(
     runs_dir: RunsDirOption = RUNS_DIR,
     json_: JsonOption = False,
 ) -> None:
-    """List the checkpoints of RUN, newest first. With --check, exit 1 if one is damaged."""
+    """List the checkpoints of RUN, newest first. With --check, exit 1 if one is damaged, or none is there."""
     from mgpu.checkpoint import CheckpointFolder
     from mgpu.checkpoint.listing import rows
     from mgpu.runs import RunStore
@@ -45,7 +45,7 @@ def checkpoints(
             print(f"step {row.step:<10}  {_size(row.bytes):>8}  {age:>8}  {health}  {metrics}".rstrip())
         if not found:
             print("no checkpoints yet", file=sys.stderr)
-    if check and any(row.health == "damaged" for row in found):
+    if check and (not any(row.health == "verified" for row in found) or any(row.health == "damaged" for row in found)):
         raise typer.Exit(1)
 
 

@@ -45,8 +45,12 @@ def _row(run: Run) -> dict[str, Any]:
     if state is State.RUNNING:
         from mgpu.launch.control import live_beats
 
-        beats = live_beats(run)
-        if beats:
+        beats, restarting = live_beats(run), run.history().supervisor
+        if restarting is not None and restarting["event"] == "restarting":
+            row["now"] = (
+                f"waits {restarting['wait']:.0f} s before restart {restarting['number']} of {restarting['max']}"
+            )
+        elif beats:
             slowest = min(beats.values(), key=lambda beat: (beat.step, beat.beat_ns))
             age = (time.monotonic_ns() - slowest.beat_ns) / 1e9
             row["now"] = f"{slowest.phase.words}, {age:.0f} s ago"

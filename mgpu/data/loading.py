@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data._utils import signal_handling
 
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.sampling import SampleOrder
@@ -87,6 +89,10 @@ def _start_loader(_worker: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    # torch's handlers of a crash, which hint at too little shared memory, have taken the place of those that tell the line.
+    faulthandler.disable()
+    signal_handling._set_worker_signal_handlers()
+    faulthandler.enable(file=2)
 
 
 def make_loader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from mgpu.files import write_atomic
 from mgpu.launch import memory, stacks
 from mgpu.launch.output import LogKeeper
-from mgpu.launch.processes import descendants_of, end_all, end_groups, is_alive, send
+from mgpu.launch.processes import descendants_of, end_all, end_groups, is_alive, send, state_of
 from mgpu.launch.spawner_handle import SpawnerGone, SpawnerHandle
 from mgpu.launch.stacks import Stack
 from mgpu.launch.stopping import StopRequest
@@ -61,6 +62,11 @@ class Evidence:
     spawner_gone: str = ""
     folder_gone: bool = False
     """Whether somebody has removed the run's folder: nothing of it can be kept any more."""
+    store: int = 0
+    """The process that holds the store which the ranks meet in."""
+    store_ended: int | None = None
+    """How it ended, before its time: an exit code, or a signal as a negative one."""
+    store_halted: bool = False
     memory_before: dict[str, memory.Group] = field(default_factory=dict)
     stopped_ns: int | None = None
     """When the ranks were told to stop, if they were."""
@@ -77,16 +83,17 @@ class Attempt:
         self.spawner, self.board, self.stop = spawner, board, stop
         self.evidence = Evidence(number, spec.script is not None)
         self._deadline: float | None = None
+        """When a stop must have come to its end."""
         self._first_failure: float | None = None
-        self._store: set[int] = set()
+        self._settled: float | None = None
+        """When a failure is over."""
 
     def start(self) -> None:
         """Fork the ranks and say so."""
         self.board.clear()
-        self._store = set(descendants_of(self.spawner.pid))
-        pids, port = self.spawner.start(str(self.run.path), self.number, self.plan.world)
-        self.evidence.pids = pids
-        for pid in (self.spawner.pid, *pids):
+        pids, port, store = self.spawner.start(str(self.run.path), self.number, self.plan.world)
+        self.evidence.pids, self.evidence.store = pids, store
+        for pid in (self.spawner.pid, store, *pids):
             self.evidence.memory_before.update(memory.groups_of(pid))
         self.run.tell(
             "attempt_started",
@@ -114,17 +121,23 @@ class Attempt:
                     return
                 keeper.tick(now, self.evidence.pids)
                 self._look_for_failure(now)
+                if self.plan.world > 1 and self._living():
+                    self.evidence.store_ended = self.spawner.ended_stores.get(self.evidence.store)
+                if self.evidence.store_ended is not None and self.evidence.stopped_ns is None:
+                    return
                 is_asked = self.stop.look()
                 if self.stop.is_orphaned:
                     self.evidence.orphaned = True
                     return
                 if is_asked:
                     self._pass_on(now)
-                if self._deadline is not None and now >= self._deadline:
+                deadlines = [at for at in (self._deadline, self._settled) if at is not None]
+                if deadlines and now >= min(deadlines):
                     return
-                if self._deadline is None:
+                if not deadlines:
                     self.evidence.hang = hang_watch.check(self.evidence.beats, self._living(), time.monotonic_ns())
                     if self.evidence.hang is not None:
+                        self.evidence.store_halted = state_of(self.evidence.store) in ("T", "t")
                         return
         except SpawnerGone as gone:
             self.evidence.spawner_gone = gone.message
@@ -142,7 +155,7 @@ class Attempt:
             self._wait_for_exits(_END_SECONDS, by_us=True)
         end_groups(self.evidence.pids)
         self._wait_for_exits(_REAP_SECONDS, by_us=True)
-        left = [pid for pid in descendants_of(self.spawner.pid) if pid not in self._store]
+        left = [pid for pid in descendants_of(self.spawner.pid) if pid != self.evidence.store]
         end_all(left, _REAP_SECONDS)
         if self.evidence.hang is None:
             self.evidence.beats = self.board.all()
@@ -165,13 +178,15 @@ class Attempt:
         return True
 
     def _look_for_failure(self, now: float) -> None:
-        """The first failure leaves the others a moment to follow; then the attempt is over."""
-        if self._first_failure is not None or not self._has_failed():
-            return
-        self._first_failure = now
-        if self.evidence.stopped_ns is None or not self.evidence.is_script:
-            settled = now + _SETTLE_SECONDS
-            self._deadline = settled if self._deadline is None else min(settled, self._deadline)
+        """The first failure leaves the others a moment to follow; then the attempt is over. As long as a checkpoint from
+        before it is being written, the moment is as long as a stop may take."""
+        if self._first_failure is None and self._has_failed():
+            self._first_failure = now
+            if self.evidence.stopped_ns is None or not self.evidence.is_script:
+                self._settled = now + _SETTLE_SECONDS
+        if self._settled is not None and any(beat.lingers for beat in self.evidence.beats.values()):
+            assert self._first_failure is not None
+            self._settled = min(now + _SETTLE_SECONDS, self._first_failure + self.spec.watchdog.grace.seconds)
 
     def _has_failed(self) -> bool:
         beats, exits = self.evidence.beats, self.evidence.exits.values()
@@ -244,7 +259,9 @@ class Attempt:
                 send(stack.pid, signal.SIGSTOP)
         answers = stacks.collect(halted, seconds=3.0, wake=True)
         return {
-            rank: Stack(stack.pid, "T", found[rank].text or stack.text, found[rank].main or stack.main, stack.loaders)
+            rank: dataclasses.replace(
+                stack, state="T", text=found[rank].text or stack.text, main=found[rank].main or stack.main
+            )
             for rank, stack in answers.items()
         }
 

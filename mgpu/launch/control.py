@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu.errors import Refusal
-from mgpu.launch.processes import send
+from mgpu.launch.processes import is_alive, send
 from mgpu.launch.stacks import Stack, collect
 from mgpu.runs import Run, State
 from mgpu.runs.heartbeat import Beat, Board
@@ -48,8 +48,10 @@ def _ask(run: Run, signum: int) -> int:
 
 def stacks(run: Run) -> dict[int, Stack]:
     """The stacks of all ranks of a live run, which goes on as before."""
-    if _supervisor(run)["event"] == "starting":
-        raise Refusal(f"{run.id} is starting: it has no ranks yet", hint="in a moment it has")
+    event = _supervisor(run)["event"]
+    if event != "attempt_started":
+        what = "is starting: it has no ranks yet" if event == "starting" else "is between two attempts: it has no ranks"
+        raise Refusal(f"{run.id} {what}", hint="in a moment it has")
     beats = live_beats(run)
     if not beats:
         raise Refusal(
@@ -59,10 +61,14 @@ def stacks(run: Run) -> dict[int, Stack]:
 
 
 def live_beats(run: Run) -> Mapping[int, Beat]:
-    """Where each rank of a live run stands; empty where that cannot be read from here."""
-    started = run.newest_start()
-    board = Board.of(started) if started is not None and started.get("host") == socket.gethostname() else None
-    return {} if board is None else {rank: beat for rank, beat in board.all().items() if beat.pid}
+    """Where each live rank of a run stands; empty where that cannot be read from here, and between attempts."""
+    started = run.history().supervisor
+    is_here = (
+        started is not None and started["event"] == "attempt_started" and started.get("host") == socket.gethostname()
+    )
+    board = Board.of(started) if is_here and started is not None else None
+    beats = {} if board is None else board.all()
+    return {rank: beat for rank, beat in beats.items() if beat.pid and is_alive(beat.pid)}
 
 
 def _supervisor(run: Run) -> Mapping[str, Any]:

@@ -79,6 +79,8 @@ class _Judge:
         evidence = self.evidence
         if evidence.spawner_gone:
             return self._cause("supervisor", None, EXIT_SIGNAL_BASE + signal.SIGKILL, evidence.spawner_gone)
+        if evidence.store_ended is not None:
+            return self._of_store(evidence.store_ended)
         if evidence.folder_gone:
             what = f"{self.run.path} was removed while the run was under way"
             return dataclasses.replace(self._cause("folder", None, EXIT_FAILED, what), deterministic=True)
@@ -122,6 +124,9 @@ class _Judge:
         evidence = self.evidence
         assert evidence.hang is not None
         odd = odd_rank(evidence.beats, evidence.stacks, self.numbers)
+        if evidence.store_halted and odd.rank is None:
+            store = f"the process that holds the run's store ({evidence.store}) is stopped by a signal"
+            odd = dataclasses.replace(odd, what=store)
         step = evidence.beats[odd.rank].step if odd.rank is not None else 0
         phase = evidence.beats[odd.rank if odd.rank is not None else evidence.hang.ranks[0]].phase.words
         where = f"in step {step} (last finished: {step - 1})" if step else f"while {phase}"
@@ -146,6 +151,15 @@ class _Judge:
                 places.setdefault(f"{step}: {where}", []).append(rank)
         return [f"rank {_listed(ranks)}: {where}" for where, ranks in places.items()]
 
+    def _of_store(self, code: int) -> Cause:
+        """Without it ranks would wait for each other until the watchdog comes."""
+        pid = self.evidence.store
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        what = f"the process that holds the run's store ({pid}) {how}"
+        cause = self._cause("killed", None, EXIT_SIGNAL_BASE - code if code < 0 else code or EXIT_FAILED, what)
+        why = memory.explanation(pid, self.evidence.memory_before, 0) if code == -signal.SIGKILL else ""
+        return dataclasses.replace(cause, details=(why,) if why else ())
+
     def _of_record(self, record: dict[str, Any], kind: str = "error") -> Cause:
         rank, code = record["rank"], record["exit_code"]
         what = _text(record)
@@ -153,8 +167,9 @@ class _Judge:
             kind = "exit"
             told = "" if record["message"] == str(code) else f": {record['message']}"
             what = f"exited with code {code}{told}"
-        details = [f"because of {text}" for text in record.get("causes", ())]
+        place, details = record["place"], [f"because of {text}" for text in record.get("causes", ())]
         if record["loader"]:
+            place = self._place_of_crash(rank) or place  # loaders write into the log of their rank
             what = f"in its data loader: {what}"
             details.append(memory.explanation(0, self.evidence.memory_before, 0))
         others = [other for other in self.records if other is not record]
@@ -162,7 +177,7 @@ class _Judge:
         if alike:
             details.append(f"the same on rank {_listed(alike)}")
         details += [f"rank {o['rank']}, later: {_text(o)}" for o in others if not o["echo"] and o["rank"] not in alike]
-        cause = self._cause(kind, rank, code, what, place=record["place"], step=record["step"])
+        cause = self._cause(kind, rank, code, what, place=place, step=record["step"])
         return dataclasses.replace(
             cause,
             victims=tuple(sorted(other["rank"] for other in others if other["echo"])),

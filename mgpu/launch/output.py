@@ -48,13 +48,19 @@ class LogKeeper:
             sizes = {rank: _size(path) for rank, path in self._logs.items()}
             for rank, size in sizes.items():
                 if size > self._limit and catches(pids[rank], REOPEN_SIGNAL):
-                    self._logs[rank].rename(older(self._logs[rank]))
-                    self._dropped[rank] = self._moved[rank]
-                    self._moved[rank] += size
-                    send(pids[rank], REOPEN_SIGNAL)
+                    self._move(rank, size, pids[rank])
             if now >= self._next_note:
                 self._next_note = now + _NOTE_SECONDS
                 self._note(sizes)
+
+    def _move(self, rank: int, size: int, pid: int) -> None:
+        try:
+            self._logs[rank].rename(older(self._logs[rank]))
+        except OSError:  # a disk without room for the name: the log is too large until there is some
+            return
+        self._dropped[rank] = self._moved[rank]
+        self._moved[rank] += size
+        send(pid, REOPEN_SIGNAL)
 
     def _note(self, sizes: dict[int, int]) -> None:
         totals = {rank: self._moved[rank] + _size(self._logs[rank]) for rank in sizes}

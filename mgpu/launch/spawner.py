@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 from mgpu.launch import stopping
 from mgpu.launch.link import Link, Message
 from mgpu.launch.processes import adopt_orphans, die_with_parent, end_groups, end_tree
+from mgpu.plan.plan import listen
+from mgpu.runs.naming import STORE, name_process
 from mgpu.runs.requests import STOP_SIGNALS
 
 
@@ -39,6 +41,8 @@ class Spawner:
         self.heard: list[int] = []
         stopping.install(lambda signum, frame: self.heard.append(signum))
         stopping.unblock()
+        self.store = 0
+        """The process that holds the store; 0 once it has ended."""
         self.port = self._host_store(listener)
 
     def serve(self) -> None:
@@ -63,7 +67,7 @@ class Spawner:
         if command["do"] == "check":
             self.link.send(kind="checked", faults=self._check(command["run"]))
         elif command["do"] == "start":
-            self.link.send(kind="started", pids=self._start(command), port=self.port)
+            self.link.send(kind="started", pids=self._start(command), port=self.port, store=self.store)
         elif command["do"] == "collectives":
             for pipe in self.requests:
                 _ask(pipe)
@@ -74,6 +78,8 @@ class Spawner:
         for pipe in self.requests:
             os.close(pipe)
         self.requests = []
+        if not self.store:
+            self.port = self._host_store(listen(0).detach())
         pids = []
         for rank in range(command["world"]):
             read, write = os.pipe2(os.O_CLOEXEC)
@@ -128,7 +134,10 @@ class Spawner:
                 return
             if pid == 0:
                 return
-            if pid in self.ranks:
+            if pid == self.store:
+                self.store = 0
+                self.link.send(kind="store ended", pid=pid, code=os.waitstatus_to_exitcode(status))
+            elif pid in self.ranks:
                 self.link.send(
                     kind="exited",
                     rank=self.ranks.pop(pid),
@@ -140,7 +149,6 @@ class Spawner:
     def _host_store(self, listener: int) -> int:
         """Hold the run's TCPStore in a process of its own, so that it outlives any rank; returns its port."""
         port = int(socket.socket(fileno=os.dup(listener)).getsockname()[1])
-        self.requests = []
         self.store = self._fork(own_group=True)
         if self.store == 0:
             os.close(self.board)
@@ -184,6 +192,7 @@ def _ask(pipe: int) -> None:
 def _store(listener: int, port: int) -> None:
     from torch.distributed import TCPStore
 
+    name_process(STORE)
     for signum in STOP_SIGNALS:  # it outlives the ranks, which still need it to stop
         signal.signal(signum, signal.SIG_IGN)
     stopping.unblock()

@@ -27,6 +27,8 @@ class SpawnerHandle:
         """Called ten times a second while an answer is awaited; may raise to give the waiting up."""
         self.when_asked: Callable[[int], None] = lambda signum: None
         """Called with a signal of a stop that the spawner was sent."""
+        self.ended_stores: dict[int, int] = {}
+        """How a process that held the run's store has ended, by its id: an exit code, or a signal as a negative one."""
         mine, theirs = socket.socketpair()
         self._link = Link(mine)
         self._waiting: list[Message] = []
@@ -57,11 +59,11 @@ class SpawnerHandle:
         faults: list[dict[str, Any]] = self._expect("checked")["faults"]
         return faults
 
-    def start(self, run: str, attempt: int, world: int) -> tuple[list[int], int]:
-        """Fork the ranks; their process ids, and the port of the store."""
+    def start(self, run: str, attempt: int, world: int) -> tuple[list[int], int, int]:
+        """Fork the ranks; their process ids, the port of the store, and the id of the process that holds it."""
         self._link.send(do="start", run=run, attempt=attempt, world=world)
         started = self._expect("started")
-        return started["pids"], started["port"]
+        return started["pids"], started["port"], started["store"]
 
     def ask_collectives(self) -> None:
         """Have every live rank write its flight recorder."""
@@ -98,5 +100,8 @@ class SpawnerHandle:
             raise SpawnerGone(f"the process that ranks are forked from {how}") from None
         if message is not None and message["kind"] == "asked":
             self.when_asked(message["signum"])
+            return None
+        if message is not None and message["kind"] == "store ended":
+            self.ended_stores[message["pid"]] = message["code"]
             return None
         return message

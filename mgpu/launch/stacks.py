@@ -14,6 +14,7 @@ from mgpu import frames
 from mgpu.frames import Frame
 from mgpu.launch.processes import children_of, send_to_main_thread, state_of
 from mgpu.runs.heartbeat import Beat
+from mgpu.runs.naming import words_for
 from mgpu.runs.requests import STACKS_SIGNAL, catches
 
 _POLL_SECONDS = 0.01
@@ -23,13 +24,17 @@ _PY_SPY_SECONDS = 10
 
 @dataclass(frozen=True)
 class Stack:
-    """One process's stacks. `state` is its letter in /proc; `main` are the frames of its main thread, innermost last."""
+    """One process's stacks. `state` is its letter in /proc; `main` are the frames of its main thread, innermost last.
+
+    `what` it is: a rank, or for what a rank has forked the words of `naming`.
+    """
 
     pid: int
     state: str
     text: str
     main: tuple[Frame, ...] = ()
-    loaders: tuple[Stack, ...] = ()
+    children: tuple[Stack, ...] = ()
+    what: str = "rank"
 
     @property
     def place(self) -> str:
@@ -52,9 +57,9 @@ class Stack:
         return frames.is_in_loader(self.main)
 
     def whole_text(self) -> str:
-        """For a person: this process's stacks and its loaders'."""
+        """For a person: this process's stacks and its children's."""
         parts = [self.text.rstrip() or _silent(self)]
-        parts += [f"loader process {loader.pid}:\n{loader.text.rstrip()}" for loader in self.loaders if loader.text]
+        parts += [f"{child.what} {child.pid}:\n{child.text.rstrip() or _silent(child)}" for child in self.children]
         return "\n\n".join(parts) + "\n"
 
 
@@ -63,17 +68,17 @@ def collect(beats: Mapping[int, Beat], seconds: float = 2.0, *, wake: bool = Fal
 
     With `wake`, a rank that is stopped is continued to answer: it does so before it runs another instruction.
 
-    Loader processes that were forked from a rank write into the same descriptor, so they are asked after it.
+    Processes that were forked from a rank write into the same descriptor, so they are asked after it.
     """
     beats = {rank: beat for rank, beat in beats.items() if beat.pid}
     texts = _ask({rank: (beat.pid, beat) for rank, beat in beats.items()}, seconds, wake)
-    loaders: dict[int, list[Stack]] = {rank: [] for rank in beats}
+    children: dict[int, list[Stack]] = {rank: [] for rank in beats}
     for rank, beat in beats.items():
         for child in children_of(beat.pid):
             text = _ask({rank: (child, beat)}, min(seconds, 0.5), wake)[rank]
-            loaders[rank].append(Stack(child, state_of(child), text, _main_thread(text)))
+            children[rank].append(Stack(child, state_of(child), text, _main_thread(text), what=words_for(child)))
     return {
-        rank: Stack(beat.pid, state_of(beat.pid), texts[rank], _main_thread(texts[rank]), tuple(loaders[rank]))
+        rank: Stack(beat.pid, state_of(beat.pid), texts[rank], _main_thread(texts[rank]), tuple(children[rank]))
         for rank, beat in beats.items()
     }
 

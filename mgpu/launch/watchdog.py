@@ -72,11 +72,12 @@ def odd_rank(beats: Mapping[int, Beat], stacks: Mapping[int, Stack], numbers: Ma
         if stack.state in _STOPPED:
             return Odd(rank, "is stopped by a signal (SIGSTOP)", stack.place)
     for rank, stack in sorted(stacks.items()):
-        stopped = [loader for loader in stack.loaders if loader.state in _STOPPED]
-        if stopped and stack.in_loader:
-            return Odd(
-                rank, f"waits for its loader process {stopped[0].pid}, which is stopped by a signal", stack.place
-            )
+        is_saving = beats[rank].phase is Phase.SAVING
+        for child in stack.children:
+            is_waited_for = {"loader process": stack.in_loader, "checkpoint writer": is_saving}.get(child.what, False)
+            if is_waited_for and child.state in _STOPPED:
+                what = f"waits for its {child.what} {child.pid}, which is stopped by a signal"
+                return Odd(rank, what, stack.place)
     outside = [rank for rank, stack in sorted(stacks.items()) if not stack.in_collective]
     if outside and (len(outside) < len(stacks) or len(stacks) == 1):
         return _elsewhere(min(outside, key=lambda rank: beats[rank].step), stacks)
@@ -95,7 +96,7 @@ def odd_rank(beats: Mapping[int, Beat], stacks: Mapping[int, Stack], numbers: Ma
 
 def _elsewhere(rank: int, stacks: Mapping[int, Stack]) -> Odd:
     stack = stacks[rank]
-    busy = [loader for loader in stack.loaders if frames.users(loader.main)]
+    busy = [child for child in stack.children if child.what == "loader process" and frames.users(child.main)]
     if stack.in_loader and busy:
         return Odd(rank, f"waits for its loader process {busy[0].pid}", busy[0].place)
     if stack.in_loader:

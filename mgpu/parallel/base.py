@@ -26,6 +26,13 @@ class StopVote:
     """Set by a signal handler in one rank; the ranks agree on it at the end of a step."""
 
     asked: bool = False
+    of_peers: Callable[[], bool] = lambda: False
+    """Whether a rank beside this one was asked, as far as that can be seen without speaking to it."""
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a stop is on its way, where ranks need not agree yet."""
+        return self.asked or self.of_peers()
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from enum import IntEnum
 from typing import Any
 
 _SLOT_BYTES = 128
-_SLOT = struct.Struct("<10q")
+_SLOT = struct.Struct("<11q")
 _BEAT = struct.Struct("<3q")
 _NUMBER = struct.Struct("<q")
-_FIELDS = ("step", "phase", "beat_ns", "pid", "stacks", "ended", "failed_ns", "asked", "beats_itself", "unrecorded")
+_FIELDS = (
+    "step", "phase", "beat_ns", "pid", "stacks", "ended", "failed_ns", "asked", "beats_itself", "unrecorded", "lingers",
+)  # fmt: skip
 
 
 class Phase(IntEnum):
@@ -53,7 +55,8 @@ class Beat:
     `step` is the optimizer step in work, counted from 1 (0 before the first); times are monotonic nanoseconds, 0 where
     there was none. `stacks` is the rank's file descriptor that stacks are written to. `asked` is the signal that asked
     this rank itself to stop. `beats_itself` is False for a script that never called `beat`. `unrecorded` is the errno for
-    which this rank's error could not be written down, 0 where it was, or there was none.
+    which this rank's error could not be written down, 0 where it was, or there was none. `lingers` says that this rank has
+    failed, and only waits until a checkpoint that it had saved before is written.
     """
 
     step: int
@@ -66,6 +69,7 @@ class Beat:
     asked: int
     beats_itself: bool
     unrecorded: int = 0
+    lingers: bool = False
 
 
 class Board:
@@ -113,6 +117,7 @@ class Board:
             asked=slot["asked"],
             beats_itself=bool(slot["beats_itself"]),
             unrecorded=slot["unrecorded"],
+            lingers=bool(slot["lingers"]),
         )
 
     def all(self) -> dict[int, Beat]:

@@ -67,7 +67,10 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     seed_everything(weights_seed(spec.seed))
     sources = Sources(spec)
     start = choose_start(run, spec.init_from, seat.rank, (lambda: seat.store("start")) if plan.world > 1 else None)
-    position = Position.from_json(start.checkpoint.data["position"]) if start.checkpoint else Position()
+    position = Position()
+    if start.checkpoint:
+        position = Position.from_json(start.checkpoint.data["position"])
+        checkpointer.started_from(position.step)
     position = sources.grid.settle(position)
     epochs = spec.duration.count if spec.duration.unit == "epochs" and not spec.trace else None
     device = _device(seat)
@@ -107,6 +110,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         epochs=epochs,
         trace=trace,
         frozen=FrozenSet(trainable),
+        is_unevaluated=start.is_unevaluated,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from mgpu.data.loading import to_device
 from mgpu.data.seeding import seed_everything
+from mgpu.errors import TaskError
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel.base import Context, MicroBatch, Trainable, Window
+
+_FOUR = ("loss_sum", "units", "predictions", "targets")
+_Pass = tuple[int | None, MicroBatch]
 
 
 def evaluate(
@@ -22,8 +27,10 @@ def evaluate(
     counts: tuple[int, ...] | None,
     metrics: dict[str, Any],
     seed: int,
-) -> dict[str, float]:
+) -> dict[str, float] | None:
     """Loss over all units of the evaluation data, and each metric over all samples. Called by all ranks together.
+
+    None, on all ranks, where a rank was asked to stop before the end.
 
     `batches` gives (index, micro batch); every index comes once over all replicas, of which each has as many as `counts`
     says (None: not known). Ranks that share a replica all go through its batches; one of them counts. Metrics of
@@ -37,14 +44,14 @@ def evaluate(
     synced = {name: metric for name, metric in metrics.items() if _syncs(metric)}
     plain = {name: metric for name, metric in metrics.items() if name not in synced}
     seen: dict[int, tuple[Any, Any]] = {}
+    until = _UntilStopped(trainable)
     try:
         with torch.no_grad():
-            for index, micro_batch in _passes(trainable, batches, counts, seed):
+            for index, micro_batch in until.each(_passes(trainable, batches, counts, seed)):
                 seed_everything(seed)
                 with context.autocast():
-                    loss_sum, units, predictions, targets = trainable.task.evaluate(  # type: ignore[attr-defined]
-                        trainable.model, micro_batch.batch
-                    )
+                    told = trainable.task.evaluate(trainable.model, micro_batch.batch)  # type: ignore[attr-defined]
+                loss_sum, units, predictions, targets = _four(told, trainable.task)
                 if index is None or not trainable.counts:
                     continue
                 count = units if isinstance(units, Tensor) else torch.tensor(units, device=context.device)
@@ -54,6 +61,10 @@ def evaluate(
                 if plain:
                     seen[index] = predictions.cpu(), targets.cpu()
         trainable.settle()
+        if until.is_broken_off():
+            for metric in synced.values():
+                metric.reset()
+            return None
         loss_sum, units = _in_order(sums, context)
         values = {"loss": float(loss_sum / units)} if units else {}
         values.update(_computed(synced))
@@ -63,9 +74,53 @@ def evaluate(
         trainable.model.train(was_training)
 
 
+def _four(told: Any, task: Any) -> tuple[Tensor, Any, Any, Any]:
+    """What a task's `evaluate` has returned, if it is what it must be."""
+    if isinstance(told, tuple | list) and len(told) == len(_FOUR):
+        return tuple(told)
+    code = getattr(inspect.unwrap(type(task).evaluate), "__code__", None)
+    count = f"{len(told)} values" if isinstance(told, tuple | list) else f"a {type(told).__name__}"
+    raise TaskError(
+        f"{type(task).__name__}.evaluate gives {count}, and must give four: {', '.join(_FOUR)}",
+        hint=f"it is defined at {code.co_filename}:{code.co_firstlineno}" if code else "",
+    )
+
+
+class _UntilStopped:
+    """Breaks an evaluation off once a rank was asked to stop, without ever leaving a peer alone in a collective."""
+
+    def __init__(self, trainable: Trainable) -> None:
+        self._context = trainable.context
+        self._in_step = trainable.lockstep or trainable.context.world > trainable.context.replicas
+        """Whether a pass is collective. Then ranks vote before each; a rank without a pass left votes on."""
+        self._broken = False
+
+    def each(self, passes: Iterator[_Pass]) -> Iterator[_Pass]:
+        while True:
+            following = next(passes, None)
+            asked, more = self._context.stop.is_heard, following is not None
+            if self._in_step and self._context.world > 1:
+                asked, more = self._any(asked, more)
+            self._broken = more and asked
+            if self._broken or not more:
+                return
+            if following is not None:
+                yield following
+
+    def is_broken_off(self) -> bool:
+        """The word of all ranks."""
+        (broken,) = self._any(self._broken) if self._context.world > 1 else (self._broken,)
+        return broken
+
+    def _any(self, *facts: bool) -> tuple[bool, ...]:
+        votes = torch.tensor([float(fact) for fact in facts], device=self._context.device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return tuple(vote > 0 for vote in votes.tolist())
+
+
 def _passes(
     trainable: Trainable, batches: Iterable[tuple[int, Any]], counts: tuple[int, ...] | None, seed: int
-) -> Iterator[tuple[int | None, MicroBatch]]:
+) -> Iterator[_Pass]:
     """The forward passes of this rank. Index None: one that is only there because its peers make one."""
     context = trainable.context
     indices: list[int] = []

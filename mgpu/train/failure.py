@@ -21,13 +21,14 @@ from mgpu.files import write_json
 from mgpu.frames import Frame
 
 _RERAISED = f"{Path(torch.__file__).parent}/_utils.py"
+_DEATH_OF_A_LOADER = f"{Path(torch.__file__).parent}/utils/data/_utils/signal_handling.py"
 _LONGEST = 20_000
 
 
 def write_failure(
     path: Path, error: BaseException, *, rank: int, step: int, phase: str, monotonic_ns: int, code: int = 1
-) -> None:
-    """Record `error`, which reached the rank's end at `monotonic_ns` while it worked on `step`."""
+) -> bool:
+    """Record `error`, which reached the rank's end at `monotonic_ns` while it worked on `step`; whether it is an echo."""
     first = _origin(error)
     echo = _is_of_collective(first)
     told = first if _is_of_collective(error) and not echo else error
@@ -52,6 +53,7 @@ def write_failure(
             "traceback": "".join(traceback.format_exception(error)),
         },
     )
+    return echo
 
 
 def last_collective() -> dict[str, Any] | None:
@@ -119,7 +121,8 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 def _described(error: BaseException) -> tuple[str, str, str]:
-    """Type, text and place. An error of a loader process arrives with its traceback as text: its own end counts."""
+    """Type, text and place (empty where it says nothing). An error of a loader process arrives with its traceback as text:
+    its own end counts."""
     kind, message = type(error).__name__, str(traceback.TracebackException.from_exception(error))
     if isinstance(error, MgpuError):
         message = "; ".join(error.lines())
@@ -127,6 +130,8 @@ def _described(error: BaseException) -> tuple[str, str, str]:
     if stack and stack[-1].file == _RERAISED:
         stack = frames.parse(message) or stack
         message = message.rstrip().rpartition("\n")[2].removeprefix(f"{kind}: ")
+    if stack and stack[-1].file == _DEATH_OF_A_LOADER:  # raised by a signal handler, wherever Python just was
+        return kind, message, ""
     return kind, message, frames.place(stack)
 
 

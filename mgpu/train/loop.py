@@ -4,9 +4,13 @@ for each global batch from the position on:
     forward, backward          the strategy's, leaves the gradient of the whole global batch
     clip, step                 at the learning rate of this step
     log                        when due
-    evaluate, save             when due
+    save                       when due
     stop                       if any rank was asked to: all agree at the same step
-evaluate, save                 at the end
+    evaluate                   when due; its metrics are added to the checkpoint
+save, evaluate                 at the end
+
+A checkpoint never waits for an evaluation, which is long, may fail, and is broken off by a stop; what it then lacks is made up
+for when the run is resumed.
 """
 
 from __future__ import annotations
@@ -56,12 +60,16 @@ class Training:
     epochs: int | None
     trace: Trace | None
     frozen: FrozenSet
+    is_unevaluated: bool = False
+    """Whether the evaluation of the step it begins at is still to come."""
 
     def run_to_end(self) -> bool:
         """Train to the end, or to an agreed stop; True if the training is complete."""
         clock = Clock()
         self.trainable.module.train()
         started_at, phase = self.position.step, Phase.FIRST_STEP
+        if self.is_unevaluated and not self._is_last(self.position) and not self._evaluate():
+            return self._stop(unevaluated=True)
         for turn in [] if self._is_last(self.position) else self.feed.turns():
             beat(self.position.step + 1, phase)
             totals = self.strategy.forward_backward(self.trainable, self._window(turn))
@@ -74,22 +82,29 @@ class Training:
                 self._log(totals, norm, clock)
             if stepped and self.position.step == started_at + 1:
                 self._check_alike()
-            if not done and has_ended(self.spec.evaluate.every, before, self.position):
-                self._evaluate()
-            if not done and self.saving.is_due(before, self.position):
-                self._check_before_save()
-                self.saving.save(self.position)
-            if float(totals.stop_votes) > 0 and not done:
-                self._check_before_save()
-                self.saving.finish(self.position)
-                return False
             if done:
                 break
-        if self.trace is None:
-            self._evaluate()
+            due = self.evaluation is not None and has_ended(self.spec.evaluate.every, before, self.position)
+            if self.saving.is_due(before, self.position):
+                self._check_before_save()
+                self.saving.save(self.position, unevaluated=due)
+            if float(totals.stop_votes) > 0:
+                return self._stop(unevaluated=due)
+            if due and not self._evaluate():
+                return self._stop(unevaluated=True)
         self._check_before_save()
+        if self.trace is None and self.evaluation is not None:
+            self.saving.save_last(self.position, unevaluated=True)
+            if not self._evaluate():
+                return self._stop(unevaluated=True)
         self.saving.finish(self.position)
         return True
+
+    def _stop(self, *, unevaluated: bool) -> bool:
+        """The end of a training that is asked to stop; `unevaluated` tells the next attempt where to begin."""
+        self._check_before_save()
+        self.saving.finish(self.position, unevaluated=unevaluated)
+        return False
 
     def _window(self, turn: Turn) -> Window:
         context, seed = self.trainable.context, self.spec.seed
@@ -153,15 +168,19 @@ class Training:
         }
         self.logger.log(self.position.step, values)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """False if it was broken off, as all ranks agree, because of a stop."""
         if self.evaluation is None:
-            return
+            return True
         batches = beating(self.evaluation, self.position.step, Phase.EVALUATING)
         counts = self.evaluation.counts
         values = evaluate(self.trainable, batches, counts, self.metrics, self.spec.seed)
+        if values is None:
+            return False
         self.saving.measured(self.position.step, values)
         if self.logger is not None:
             self.run.tell("evaluated", step=self.position.step, **values)
+        return True
 
     def closing(self) -> str | None:
         """What the task has to say at the end. On all ranks: where the model is spread, calling it is collective."""

@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,9 @@ from mgpu.spec import RunSpec, load_spec
 from mgpu.topology.binding import bind_process
 from mgpu.train import heart as heartbeat
 from mgpu.train.failure import collectives, write_failure
+
+if TYPE_CHECKING:
+    from mgpu.checkpoint.checkpointer import Checkpointer
 
 _LINE_BUFFERED = 1
 _STALE = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,45 +70,48 @@ def run_rank(rank: int, start: Start) -> None:
     _answer_requests(heart, run, start, rank)
     _set_environment(run, plan, rank, start)
     torch.set_num_threads(plan.threads)
-    code = 1
+    linger, code = contextlib.ExitStack(), 1
     try:
         if spec.script is not None:
             _run_script(spec.script.path, spec.script.args)
         else:
-            _train(spec, run, plan, rank, start, heart)
+            _train(spec, run, plan, rank, start, heart, linger)
         code = 0
     except SystemExit as leaving:
         code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             print(leaving.code, file=sys.stderr)
-        if code:
-            _record(leaving, heart, run, start, rank, code)
+        if code and not _record(leaving, heart, run, start, rank, code):
+            linger.close()
     except BaseException as error:  # the rank ends here, and the record is how its end is explained
-        _record(error, heart, run, start, rank, code)
+        echo = _record(error, heart, run, start, rank, code)
         _show(error)
+        if not echo:
+            linger.close()
     _leave(code, tidy=is_script or code == 0)
 
 
-def _record(error: BaseException, heart: Heart, run: Run, start: Start, rank: int, code: int) -> None:
+def _record(error: BaseException, heart: Heart, run: Run, start: Start, rank: int, code: int) -> bool:
     """Write the error down, also where torch breaks in: its handler of SIGCHLD raises, wherever Python just is, when a
-    loader process has died."""
+    loader process has died. Returns whether it is only the echo of a peer's end."""
 
-    def write() -> None:
+    def write() -> bool:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         stamp = time.monotonic_ns()
         heart.set("failed_ns", stamp)
         step, phase = heart.get("step"), Phase(heart.get("phase")).words
         path = run.failure_path(start.attempt, rank)
-        write_failure(path, error, rank=rank, step=step, phase=phase, monotonic_ns=stamp, code=code)
+        return write_failure(path, error, rank=rank, step=step, phase=phase, monotonic_ns=stamp, code=code)
 
     try:
         try:
-            write()
+            return write()
         except RuntimeError:  # a signal that was on its way
-            write()
+            return write()
     except OSError as fault:  # a full disk must not hide the error that the log is about to show
         heart.set("unrecorded", fault.errno or errno.EIO)
         print(f"mgpu: the record of this error could not be written: {fault}", file=sys.stderr)
+        return True
 
 
 def _show(error: BaseException) -> None:
@@ -223,16 +229,24 @@ def _run_script(path: str, args: tuple[str | int | float, ...]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _train(spec: RunSpec, run: Run, plan: Plan, rank: int, start: Start, heart: Heart) -> None:
-    """Assemble the training, run it, and say how it ended."""
+def _stop_vote(board: int, plan: Plan) -> StopVote:
+    seen = Board(board, plan.world)
+    return StopVote(of_peers=lambda: any(beat.asked for beat in seen.all().values()))
+
+
+def _train(
+    spec: RunSpec, run: Run, plan: Plan, rank: int, start: Start, heart: Heart, linger: contextlib.ExitStack
+) -> None:
+    """Assemble the training, run it, and say how it ended. `linger` is closed by a rank that fails of itself."""
     from mgpu.train.assembly import Seat, assemble
 
-    stop = StopVote()
+    stop = _stop_vote(start.board, plan)
     _listen_for_stop(stop, heart, spec.watchdog.preempt)
     if spec.precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     training = assemble(spec, Seat(run, plan, rank, start.attempt, start.port, stop))
+    linger.callback(_linger, training.saving.checkpointer, heart, spec.watchdog.grace.seconds)
     completed = training.run_to_end()
     heart.beat(training.position.step, Phase.ENDING)
     heart.set("ended", Ended.COMPLETED if completed else Ended.STOPPED)
@@ -244,3 +258,11 @@ def _train(spec: RunSpec, run: Run, plan: Plan, rank: int, start: Start, heart: 
     outcome = "completed" if completed else "stopped"
     run.tell(outcome, attempt=start.attempt, step=training.position.step)
     training.logger.close(outcome)
+
+
+def _linger(checkpointer: Checkpointer, heart: Heart, seconds: float) -> None:
+    """What was saved before the failure is still being written, by a process that ends with this one."""
+    if checkpointer.is_saving:
+        heart.set("lingers", 1)
+        checkpointer.linger(seconds)
+        heart.set("lingers", 0)

@@ -59,8 +59,9 @@ class Saving:
         self._metrics: tuple[int, Mapping[str, float]] = (-1, {})
 
     def measured(self, step: int, values: Mapping[str, float]) -> None:
-        """The evaluation at `step`: a checkpoint of that step is compared by it."""
+        """The evaluation at `step`: a checkpoint of that step, saved before or after, is compared by it."""
         self._metrics = step, dict(values)
+        self.checkpointer.measured(step, values)
 
     def is_due(self, before: Position, after: Position) -> bool:
         """Whether to save after the step from `before` to `after`."""
@@ -80,15 +81,18 @@ class Saving:
             dist.broadcast(late, 0)
         return bool(late.item())
 
-    def save(self, position: Position) -> None:
-        """Save this step; returns once it is copied, or with `async: false` once it is on disk."""
+    def save(self, position: Position, *, unevaluated: bool = False) -> None:
+        """Save this step; returns once it is copied, or with `async: false` once it is on disk.
+
+        `unevaluated` says that an evaluation of this step is due and still to come.
+        """
         scaler = self._context.scaler
         step, metrics = self._metrics
         self.checkpointer.save(
             position.step,
             self._state.gather(self._extra()),
             device=self._context.device,
-            data={"scaler": scaler.state_dict() if scaler else None},
+            data={"scaler": scaler.state_dict() if scaler else None, "unevaluated": unevaluated},
             position=position.to_json(),
             metrics=metrics if step == position.step else {},
         )
@@ -96,12 +100,16 @@ class Saving:
         if not self._spec.asynchronous:
             self.checkpointer.wait()
 
-    def finish(self, position: Position) -> None:
-        """The last save, and the end of all in flight. Ends the rank where training would be lost."""
+    def save_last(self, position: Position, *, unevaluated: bool = False) -> None:
+        """The save at the end, if there is to be one and this step is not saved yet."""
         last = self.checkpointer.wait()
         is_saved = last is not None and last.step == position.step and not last.error
         if self._spec.at_exit and not is_saved:
-            self.save(position)
+            self.save(position, unevaluated=unevaluated)
+
+    def finish(self, position: Position, *, unevaluated: bool = False) -> None:
+        """The last save, and the end of all in flight. Ends the rank where training would be lost."""
+        self.save_last(position, unevaluated=unevaluated)
         self.checkpointer.close()
         if error := failure(self.checkpointer):
             raise error
@@ -129,6 +137,12 @@ class Start:
 
     checkpoint: Found | None = None
     weights: Found | Path | None = None
+
+    @property
+    def is_unevaluated(self) -> bool:
+        """Whether the training was ended before an evaluation that was due at its step."""
+        found = self.checkpoint
+        return found is not None and bool(found.data.get("unevaluated")) and not found.manifest.metrics
 
 
 def choose_start(run: Run, init_from: str | None, rank: int, connect: Callable[[], dist.Store] | None) -> Start:

@@ -31,11 +31,14 @@ class Supervised:
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
         """The sum of the losses, and the number of units."""
-        total, units, _, _ = self.evaluate(model, batch)
+        total, units, _, _ = self._compare(model, batch)
         return total, units
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Tensor, Tensor]:
         """The sum of the losses, the number of units, and what metrics compare: predictions and targets."""
+        return self._compare(model, batch)
+
+    def _compare(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Tensor, Tensor]:
         inputs, targets = batch
         outputs = _logits(model(**inputs) if isinstance(inputs, Mapping) else model(inputs))
         if self.unit == "token":

@@ -1,6 +1,7 @@
 """Saving beside training: what a save is, what training waits for, and what happens when it fails."""
 
 import errno
+import math
 import os
 import signal
 import threading
@@ -17,9 +18,12 @@ from trainers import Trainer
 
 from mgpu.checkpoint import CheckpointFolder, Found, Manifest
 from mgpu.checkpoint.checkpointer import failure
+from mgpu.checkpoint.listing import rows
 from mgpu.checkpoint.reading import read_metadata
 from mgpu.checkpoint.restore import restore
+from mgpu.checkpoint.retention import Best
 from mgpu.checkpoint.shard import HashedFile
+from mgpu.errors import DamagedCheckpoint
 
 
 def test_stock_torch_reads_a_checkpoint_in_place(trainer):
@@ -276,3 +280,71 @@ def test_a_checkpoint_appears_whole(trainer):
         looker.join()
     assert seen <= set(range(1, 7))
     assert folder.steps() == [6, 5, 4, 3, 2, 1]
+
+
+def test_an_evaluation_after_the_save_is_added_and_decides_which_is_the_best(trainer):
+    """Lowest loss 0.2 at step 2; the newest is 4. Step 3 was best-so-far for nobody, so it goes."""
+    one = trainer(keep=1, best=Best("loss", "min"))
+    for loss in (0.5, 0.2, 0.4, 0.3):
+        one.train()
+        one.save(wait=False)
+        one.checkpointer.measured(one.step, {"loss": loss})
+        one.checkpointer.measured(one.step + 7, {"loss": -1.0})  # of no checkpoint
+    one.checkpointer.close()
+    metrics = {step: Manifest.read(one.folder.path_of(step)).metrics for step in one.folder.steps()}
+    assert metrics == {4: {"loss": 0.3}, 2: {"loss": 0.2}}
+    assert all(row.health == "verified" for row in rows(one.folder, check=True))
+    removed = [step for event in one.events if event["event"] == "checkpoints_removed" for step in event["steps"]]
+    assert removed == [1, 3]
+
+
+def test_an_evaluation_is_added_where_the_writer_was_killed_and_to_what_was_resumed_from(trainer):
+    one = trainer()
+    one.train()
+    one.save()
+    os.kill(one.checkpointer._writer.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, one.checkpointer._writer.pid, os.WEXITED | os.WNOWAIT)
+    one.checkpointer.measured(1, {"loss": float("nan")})
+    one.checkpointer.close()
+    assert math.isnan(Manifest.read(one.folder.path_of(1)).metrics["loss"])
+    other = trainer()
+    other.checkpointer.started_from(1)
+    other.checkpointer.measured(1, {"loss": 0.5})
+    other.checkpointer.close()
+    assert Manifest.read(one.folder.path_of(1)).metrics == {"loss": 0.5}
+
+
+def test_an_evaluation_that_cannot_be_written_is_told_and_costs_nothing(trainer):
+    one = trainer()
+    one.train()
+    one.save()
+    (one.folder.path_of(1) / "evaluation.json").mkdir()
+    one.checkpointer.measured(1, {"loss": 0.5})
+    one.checkpointer.close()
+    (note,) = [event["text"] for event in one.events if event["event"] == "note"]
+    assert note.startswith("the evaluation of step 1 is not with its checkpoint")
+
+
+@pytest.mark.parametrize("how", ["flipped", "halved", "no metrics"])
+def test_an_evaluation_that_is_not_what_was_written_is_named(trainer, how):
+    one = trainer()
+    one.train()
+    one.save()
+    one.checkpointer.measured(1, {"loss": 0.5})
+    one.checkpointer.close()
+    path = one.folder.path_of(1) / "evaluation.json"
+    text = path.read_text()
+    changed = {"flipped": text.replace("0.5", "0.4"), "halved": text[:40], "no metrics": "{}"}[how]
+    path.write_text(changed)
+    with pytest.raises(DamagedCheckpoint, match=r"evaluation\.json"):
+        Manifest.read(one.folder.path_of(1))
+
+
+def test_a_rank_that_has_failed_lingers_until_what_it_saved_is_there(trainer):
+    one = trainer(model=nn.Linear(3, 2_000_000))
+    one.train()
+    one.save(wait=False)
+    assert one.folder.steps() == []
+    one.checkpointer.linger(60)
+    assert one.folder.steps() == [1]
+    one.checkpointer._in_flight = None  # its outcome was heard

@@ -13,6 +13,9 @@ import pytest
 from conftest import metrics_of
 from test_fault_table import assert_nothing_left, processes_of
 
+from mgpu.cli.inspect_runs import _row
+from mgpu.errors import Refusal
+from mgpu.launch import control
 from mgpu.runs import State
 
 pytestmark = pytest.mark.slow
@@ -218,6 +221,22 @@ def test_a_failed_run_is_started_again_from_its_checkpoint(supervised):
     assert done.stdout == f"{run.id}\n"
     pids = [event["pid"] for event in events_of(run, "attempt_started")]
     assert pids[0] == pids[1]
+
+
+def test_between_two_attempts_a_run_waits_and_has_no_ranks(supervised):
+    """Killed at its third pass each time; the second restart waits a second."""
+    process = supervised.start(
+        "train", "toy.yaml", "--set=task.args.what=kill", "--set=task.args.at=3", "--set=task.args.always=true",
+        "--set=restart.max=3", "--set=checkpoint={every: 1 steps, async: false}",
+    )  # fmt: skip
+    run = begun(supervised, process)
+    wait_until(lambda: len(events_of(run, "restarting")) == 2)
+    row = _row(run)
+    with pytest.raises(Refusal, match="is between two attempts: it has no ranks"):
+        control.stacks(run)
+    process.communicate(timeout=60)
+    assert (row["state"], row["now"]) == ("running", "waits 1 s before restart 2 of 3")
+    assert process.returncode == 137 and run.attempts == 4
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def beat(at, phase=Phase.TRAINING, step=5):
     return dataclasses.replace(BEAT, beat_ns=at, phase=phase, step=step)
 
 
-def stack(main=WAITS, state="S", loaders=()):
-    return Stack(1, state, "", main, loaders)
+def stack(main=WAITS, state="S", children=()):
+    return Stack(1, state, "", main, children)
 
 
 class Clocked(HangWatch):
@@ -83,13 +83,29 @@ def test_of_several_outside_the_one_behind_is_named():
 
 
 def test_a_rank_that_waits_for_its_loader_names_what_the_loader_does():
-    loader = Stack(77, "S", "", (Frame("/u/data.py", 4, "read_image"),))
-    idle = Stack(78, "S", "", (Frame(f"{TORCH}/utils/data/_utils/worker.py", 4, "_worker_loop"),))
+    loader = Stack(77, "S", "", (Frame("/u/data.py", 4, "read_image"),), what="loader process")
+    idle = Stack(
+        78, "S", "", (Frame(f"{TORCH}/utils/data/_utils/worker.py", 4, "_worker_loop"),), what="loader process"
+    )
     beats = dict.fromkeys(range(2), BEAT)
-    odd = odd_rank(beats, {0: stack(FETCHES, loaders=(idle, loader)), 1: stack()}, {})
+    odd = odd_rank(beats, {0: stack(FETCHES, children=(idle, loader)), 1: stack()}, {})
     assert (odd.rank, odd.what, odd.place) == (0, "waits for its loader process 77", "/u/data.py:4 in read_image")
-    odd = odd_rank(beats, {0: stack(FETCHES, loaders=(idle,)), 1: stack()}, {})
+    odd = odd_rank(beats, {0: stack(FETCHES, children=(idle,)), 1: stack()}, {})
     assert odd.what == "waits for its data loader"
+
+
+def test_a_stopped_child_is_named_where_its_rank_waits_for_it():
+    waits = (Frame("/m/mgpu/checkpoint/writer.py", 4, "outcome"),)
+    loader, writer = (
+        Stack(pid, "T", "", what=what) for pid, what in ((77, "loader process"), (78, "checkpoint writer"))
+    )
+    saves = {0: beat(0, Phase.SAVING), 1: beat(0, Phase.SAVING)}
+    odd = odd_rank(saves, {0: stack(waits), 1: stack(waits, children=(loader, writer))}, {})
+    assert (odd.rank, odd.what) == (1, "waits for its checkpoint writer 78, which is stopped by a signal")
+    odd = odd_rank({0: BEAT, 1: BEAT}, {0: stack(), 1: stack(FETCHES, children=(loader, writer))}, {})
+    assert (odd.rank, odd.what) == (1, "waits for its loader process 77, which is stopped by a signal")
+    odd = odd_rank({0: BEAT, 1: BEAT}, {0: stack(), 1: stack(STUCK, children=(loader, writer))}, {})
+    assert (odd.rank, odd.what) == (1, "is stuck")
 
 
 def test_where_all_wait_the_flight_recorder_tells_who_is_late():

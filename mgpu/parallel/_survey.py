@@ -8,7 +8,8 @@ how busy a machine is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class PartCall:
-    """One call of a part, with blanks for tensors. `name` is the part's."""
+    """One call of a part, as it was when it was made, with blanks for tensors. `name` is the part's."""
 
     name: str
     stretch: int
@@ -124,7 +125,7 @@ class _Meter:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._settle(BETWEEN_PARTS)
             self.stretch = part.stage
-            self.calls.append(PartCall(part.name, part.stage, args, kwargs))
+            self.calls.append(PartCall(part.name, part.stage, *copied((args, kwargs), lambda value: value)))
             given = tensors_of((args, kwargs))
             trains = any(parameter.requires_grad for parameter in module.parameters())
             passes[0] = 1 + trains + any(value.requires_grad for value in given) + again
@@ -152,6 +153,22 @@ class _Meter:
             self.kept[key] = storage  # held, so that its address stays its own
             self.activations[self.stretch] += storage.nbytes()
         return value
+
+
+def copied(tree: Any, copy_of: Callable[[Tensor], Tensor]) -> Any:
+    """A deep copy of arguments, `copy_of` of each tensor in it: also of those in objects, as a cache of keys and values."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Copying(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.__deepcopy__:
+                return copy_of(args[0])
+            return function(*args, **(kwargs or {}))
+
+    memo: dict[int, Any] = {id(value): copy_of(value) for value in tensors_of(tree)}
+    with Copying():
+        return copy.deepcopy(tree, memo)
 
 
 def _recomputed(model: nn.Module) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.parallel._calls import loss_of
 from mgpu.parallel._cuts import Part
-from mgpu.parallel._survey import Survey, Unknown
+from mgpu.parallel._survey import Survey, Unknown, copied
 from mgpu.parallel._twin import undrawn
 from mgpu.parallel.base import Context, Task
 
@@ -95,7 +95,6 @@ def _backward(output: Any) -> None:
 def _made_up(tree: Any, device: torch.device) -> Any:
     """`tree` with values in the place of blanks: normal ones, or zeros where they may be indices, or true."""
     import torch
-    from torch.utils._pytree import tree_map_only
 
     def value_of(blank: Tensor) -> Tensor:
         value = torch.empty(blank.shape, dtype=blank.dtype, device=device)
@@ -106,7 +105,7 @@ def _made_up(tree: Any, device: torch.device) -> Any:
         value.normal_().requires_grad_(blank.requires_grad)
         return value.clone()  # no leaf: a part may change it in place
 
-    return tree_map_only(torch.Tensor, value_of, tree)
+    return copied(tree, value_of)
 
 
 def _shortest(run: Callable[[Any], None], blanks: Any, context: Context) -> float:

@@ -240,6 +240,44 @@ def test_time_is_that_of_each_part(monkeypatch):
     assert len(runs) == 1 + _timing.REPEATS
 
 
+def test_a_cache_that_blocks_fill_is_as_it_was_before_each():
+    """Every block adds its keys to a list that it is called with: block i sees those of the i blocks before it, each time."""
+
+    class Caching(Looped):
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Sequential(nn.Linear(8, 8))
+
+            def forward(self, x, cache):
+                cache.keys.append(self.inner(x))
+                seen.append((len(cache.keys), {type(key) for key in cache.keys}))
+                return torch.stack(cache.keys).sum(0)
+
+        class Cache:
+            def __init__(self):
+                self.keys = []
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+        def forward(self, x):
+            cache = self.Cache()
+            for block in self.blocks:
+                x = block(x, cache)
+            return x
+
+    seen = []
+    model = Caching()
+    parts = parts_of(model, places_to_cut(model, 2)[1:])
+    found = survey(model, parts, Score(), ROWS, context(ROWS))
+    seen.clear()
+    assert all(seconds > 0 for seconds in seconds_of(model, parts, found, Score(), ROWS, context()))
+    tries = 1 + _timing.REPEATS
+    assert seen == [(index, {torch.Tensor}) for index in (1, 2, 3) for _ in range(tries)]
+
+
 def test_measuring_changes_neither_the_model_nor_random_numbers():
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(inplace=True)) for _ in range(3))

@@ -12,6 +12,7 @@ from mgpu.errors import PlanError
 from mgpu.parallel._calls import Call, call_of, loss_of
 from mgpu.parallel._cuts import parts_of
 from mgpu.parallel._division import divide, measures_of
+from mgpu.parallel._following import tensors_of
 from mgpu.parallel._gradients import sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._relay import Relay
@@ -274,10 +275,7 @@ def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:
 
 
 def _size(call: Call) -> tuple[tuple[int, ...], ...]:
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
+    return tuple(tuple(leaf.shape) for leaf in tensors_of((call.args, call.kwargs)))
 
 
 def _stage(pipeline: Pipeline, index: int) -> nn.Module:

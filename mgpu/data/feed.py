@@ -42,13 +42,20 @@ class Feed(Protocol):
 
     def turns(self) -> Iterator[Turn]: ...
 
+    def first(self) -> Any:
+        """A micro batch to come, which still comes; None where there is none. Before the first turn, in any one rank."""
+
 
 class IndexedFeed:
     """A data set with `__len__` and `__getitem__`: all is known beforehand."""
 
     def __init__(self, course: Course, loader: DataLoader[Any]) -> None:
         self._course = course
-        self._batches = iter(loader)
+        self._batches: Iterator[Any] = iter(loader)
+
+    def first(self) -> Any:
+        batch, self._batches = _ahead(self._batches)
+        return batch
 
     def turns(self) -> Iterator[Turn]:
         for share in self._course.shares():
@@ -88,6 +95,10 @@ class StreamFeed:
         self._start = start
         self._epochs = epochs
         self._agreement = agreement
+
+    def first(self) -> Any:
+        part, self._parts = _ahead(self._parts)
+        return next(iter(part.batches), None) if part is not None else None
 
     def turns(self) -> Iterator[Turn]:
         position, grid = self._start, self._grid
@@ -149,6 +160,10 @@ class SplitFeed:
         self._stream.epoch.value = epoch
         return itertools.islice(iter(self._loader), passed, None)
 
+    def first(self) -> Any:
+        batch, self._batches = _ahead(self._batches)
+        return batch
+
     def turns(self) -> Iterator[Turn]:
         position, replica, replicas = self._start, self._agreement.replica, self._agreement.replicas
         wanted = [len(run) for run in self._grid.shares(self._grid.size // self._grid.micro, replicas)]
@@ -199,6 +214,12 @@ class SplitFeed:
             raise DataError(f"epoch {epoch}: {text}", hint="data.uneven: use_all or shortest accepts that")
         self._warn(f"epoch {epoch}: {text}; it ends with the shortest (data.uneven)")
         return True
+
+
+def _ahead(items: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
+    """The next item, None where there is none, and an iterator that still has it."""
+    taken = list(itertools.islice(items, 1))
+    return (taken[0] if taken else None), itertools.chain(taken, items)
 
 
 def _until(batches: Iterator[Any], deadline: float) -> list[Any]:

@@ -129,6 +129,7 @@ class ComposedStrategy(Strategy):
         return self.degrees(world).sizes() or {"replicate": 1}
 
     def check(self, layout: Layout) -> tuple[str, ...]:
+        from mgpu.parallel._division import announced, measures_of
         from mgpu.parallel._schedules import SCHEDULES, check_schedule
 
         degrees = self.degrees(layout.devices)
@@ -137,6 +138,8 @@ class ComposedStrategy(Strategy):
         if stages is not None and degrees.pipeline > 1:
             schedule = SCHEDULES[stages["schedule"]]
             notes += (*check_schedule(schedule, layout.counts, degrees.pipeline, stages["chunks"]), _DROPOUT)
+            if isinstance(stages["split"], str):
+                notes += (announced(measures_of(stages["split"], layout.device)),)
             _check_stages(layout, schedule.name, schedule.several, stages, degrees)
         if sharding is not None:
             _check_sharding(layout, sharding, degrees)
@@ -152,7 +155,7 @@ class ComposedStrategy(Strategy):
         return tuple(dict.fromkeys(notes))
 
     def fits(self, model: nn.Module, layout: Layout) -> None:
-        from mgpu.parallel._cuts import choose_cuts, parts_of
+        from mgpu.parallel._cuts import parts_of, places_to_cut
         from mgpu.parallel._schedules import SCHEDULES
 
         degrees = self.degrees(layout.devices)
@@ -163,8 +166,8 @@ class ComposedStrategy(Strategy):
             sharding.units(model)
         if stages is not None and degrees.pipeline > 1:
             count = SCHEDULES[stages["schedule"]].stages(degrees.pipeline, stages["chunks"])
-            cuts = choose_cuts(model, count) if stages["split"] == "auto" else stages["split"]
-            parts_of(model, cuts)
+            split_at = stages["split"]
+            parts_of(model, places_to_cut(model, count)[1:] if isinstance(split_at, str) else split_at)
 
     def scaler(self, context: Context) -> Any:
         """Ranks hold different gradients, so they share whether one of them overflowed."""
@@ -194,7 +197,7 @@ class ComposedStrategy(Strategy):
         pipeline = None
         if degrees.pipeline > 1:
             assert mesh is not None
-            pipeline = Pipeline(model, context, mesh.get_group("pipeline"), **(self.pipeline() or {}))
+            pipeline = Pipeline(model, context, mesh.get_group("pipeline"), task, **(self.pipeline() or {}))
         sharding = self.made
         if sharding is None or not sharding.on_meta:
             model.to(context.device) if pipeline is None else pipeline.to(context.device)
@@ -228,6 +231,7 @@ class ComposedStrategy(Strategy):
             sharding=sharding,
             loss_parallel=parallel_loss,
             holders=_holders(owned, degrees, pipeline),
+            notes=(pipeline.note,) if pipeline is not None and pipeline.note else (),
             apart=split.apart(model) if split is not None and degrees.tensor > 1 else frozenset(),
         )
         if pipeline is not None:
@@ -344,7 +348,7 @@ def _check_stages(layout: Layout, schedule: str, several: bool, stages: dict[str
 
     count = SCHEDULES[schedule].stages(degrees.pipeline, stages["chunks"])
     split = stages["split"]
-    if split != "auto" and len(split) != count - 1:
+    if not isinstance(split, str) and len(split) != count - 1:
         raise PlanError(
             f"{len(split)} split points make {len(split) + 1} stages, schedule {schedule} on {degrees.pipeline} ranks has "
             f"{count}",

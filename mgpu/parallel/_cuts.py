@@ -1,8 +1,9 @@
-"""Where a model is cut: the modules that stages begin with, and the parts that each stage has."""
+"""Where a model can be cut, the parts that each stage has, and how costs are spread most evenly over stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,75 +73,84 @@ def _has_state(module: nn.Module) -> bool:
     return bool(module._parameters) or bool(persistent)
 
 
-def choose_cuts(model: nn.Module, stages: int) -> list[str]:
-    """Names of the modules where `stages` stages of about equal work begin; PlanError where there are too few blocks.
+def places_to_cut(model: nn.Module, stages: int) -> list[str]:
+    """Names of the modules that a stage may begin with, in order; PlanError where there are too few of them.
 
-    The work of a block is taken as the number of weights that it multiplies by (matrices and kernels, no tables).
+    They are the repeated blocks of a model that is a stack, the layers of its lists otherwise.
+
+    What is defined before the first of them always belongs to the first stage.
     """
-    blocks = repeated_blocks(model) or {
-        name: child for name, child in model.named_children() if any(True for _ in child.parameters())
-    }
-    names = list(blocks)
+    names = list(repeated_blocks(model)) or list(_members(model, ""))
     if len(names) < stages:
         raise PlanError(
             f"{len(names)} blocks ({', '.join(names) or 'none'}) do not make {stages} stages",
             key=("parallel",),
             hint="name the split points: split: [layers.1, layers.2], or use fewer stages",
         )
-    costs = [_work(block) for block in blocks.values()]
-    everything = {id(module): name for name, module in model.named_modules()}
-    inside = {id(m) for block in blocks.values() for m in block.modules()}
-    seen_block, before, after = False, 0.0, 0.0
-    for module in model.modules():
-        if id(module) in inside:
-            seen_block = True
-        elif not any(True for _ in module.children()) and id(module) in everything:
-            before, after = (before, after + _work(module)) if seen_block else (before + _work(module), after)
-    starts = _balanced(costs, stages, before, after)
-    return [names[start] for start in starts]
+    return names
 
 
-def _work(module: nn.Module) -> float:
+def _members(module: nn.Module, prefix: str) -> Iterator[str]:
+    """The modules with parameters that a module or a list in it is made of, down to those that are no lists."""
+    from torch import nn
+
+    for name, child in module.named_children():
+        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            yield from _members(child, f"{prefix}{name}.")
+        elif any(True for _ in child.parameters()):
+            yield prefix + name
+
+
+def weights_of(part: Part) -> int:
+    """The number of weights that a part multiplies by: matrices and kernels, no tables."""
     from torch import nn
 
     tables = {
         id(parameter)
-        for inner in module.modules()
+        for inner in part.module.modules()
         if isinstance(inner, nn.Embedding)
         for parameter in inner.parameters()
     }
-    own_tables = isinstance(module, nn.Embedding)
-    return float(
-        sum(
-            parameter.numel()
-            for parameter in module.parameters()
-            if parameter.dim() > 1 and not (own_tables or id(parameter) in tables)
-        )
+    return sum(
+        parameter.numel()
+        for parameter in part.module.parameters()
+        if parameter.dim() > 1 and id(parameter) not in tables
     )
 
 
-def _balanced(costs: list[float], stages: int, before: float, after: float) -> list[int]:
-    """Where stages 1, 2, ... begin, so that the dearest stage is as cheap as can be (dynamic programming).
+def balanced(costs: Sequence[float], stages: int) -> list[int]:
+    """Where stages 1, 2, ... begin in a row of costs, so that the dearest stage is as cheap as can be.
 
-    >>> _balanced([1, 1, 1, 1], 2, 0, 0), _balanced([1, 1, 1, 1], 2, 0, 2)
-    ([2], [3])
+    Of the ways that do that, the one whose stages are most alike (least sum of squares); of those, the first. Exact, by
+    dynamic programming.
+
+    >>> balanced([1, 1, 1, 1], 2), balanced([1, 1, 1, 3], 2), balanced([1, 1, 1, 1, 9], 3)
+    ([2], [3], [2, 4])
     """
-    count = len(costs)
-    sums = [0.0]
+    sums: list[float] = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
 
     def cost_of(start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + (before if start == 0 else 0) + (after if stop == count else 0)
+        return sums[stop] - sums[start]
 
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
-    for stop in range(1, count + 1):
-        best[1, stop] = (cost_of(0, stop), [])
+    dearest, _ = _best(len(costs), stages, lambda before, start, stop: max(before, cost_of(start, stop)))
+
+    def squares(before: float, start: int, stop: int) -> float:
+        cost = cost_of(start, stop)
+        return before + cost * cost if cost <= dearest else math.inf
+
+    return _best(len(costs), stages, squares)[1]
+
+
+def _best(count: int, stages: int, extend: Callable[[float, int, int], float]) -> tuple[float, list[int]]:
+    """The least value of a division, built up stage by stage with `extend(value so far, start, stop)`, and its starts."""
+    best = {stop: (extend(0.0, 0, stop), list[int]()) for stop in range(1, count + 1)}
     for stage in range(2, stages + 1):
-        for stop in range(stage, count + 1):
-            options = []
-            for start in range(stage - 1, stop):
-                dearest, starts = best[stage - 1, start]
-                options.append((max(dearest, cost_of(start, stop)), [*starts, start]))
-            best[stage, stop] = min(options)
-    return best[stages, count][1]
+        best = {
+            stop: min(
+                (extend(best[start][0], start, stop), [*best[start][1], start]) for start in range(stage - 1, stop)
+            )
+            for stop in range(stage, count + 1)
+        }
+    return best[count]

@@ -76,10 +76,33 @@ class Following:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments, in PyTorch's order; the usual containers without its slower general walk."""
     import torch
     from torch.utils._pytree import tree_leaves
 
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return [tensor for item in tree for tensor in tensors_of(item)]
+    if kind is dict:
+        return [tensor for item in tree.values() for tensor in tensors_of(item)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] if kind not in _PLAIN else []
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def replaced(tree: Any, new_of: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` with `new_of` each tensor in it; itself where that changes none."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    tensors = tensors_of(tree)
+    new = {id(tensor): new_of(tensor) for tensor in tensors}
+    if all(new[id(tensor)] is tensor for tensor in tensors):
+        return tree
+    return tree_map_only(torch.Tensor, lambda tensor: new[id(tensor)], tree)
 
 
 def answer_calls(module: nn.Module, answer: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

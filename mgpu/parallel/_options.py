@@ -56,8 +56,11 @@ class PipelineOptions(StrategyOptions):
 
     schedule: ScheduleName = "1f1b"
     """The order of passes; `sequential` runs one micro batch at a time."""
-    split: Literal["auto"] | Names = "auto"
-    """Names of the modules that stages 1, 2, ... begin with; `auto` cuts a stack of blocks into equal work."""
+    split: Literal["auto", "time", "flops", "weights"] | Names = "auto"
+    """Names of the modules that stages 1, 2, ... begin with. Or what the dearest stage of a stack of blocks shall have least
+    of: `time` (of a micro batch, forward and backward, measured block by block when the run starts), `flops` (the
+    floating-point operations of a micro batch), or the number of `weights`. `auto` is time on accelerators and flops on
+    CPUs, and weights where neither can be had. A run keeps its cuts when it resumes."""
     chunks: int = Field(default=2, ge=1)
     """Stages a rank, where the schedule leaves that open (looped, interleaved, zero-bubble)."""
 

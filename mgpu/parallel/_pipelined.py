@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import PlanError
 from mgpu.parallel._calls import Call, call_of, loss_of
-from mgpu.parallel._cuts import choose_cuts, parts_of
+from mgpu.parallel._cuts import parts_of
+from mgpu.parallel._division import divide, measures_of
+from mgpu.parallel._following import tensors_of
 from mgpu.parallel._gradients import sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._relay import Relay
 from mgpu.parallel._running import Unchanged
 from mgpu.parallel._schedules import SCHEDULES
 from mgpu.parallel._stages import Cutting, direct_parameters
-from mgpu.parallel.base import Context, MicroBatch, Trainable, Window
+from mgpu.parallel.base import Context, MicroBatch, Task, Trainable, Window
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,7 @@ class Pipeline:
         model: nn.Module,
         context: Context,
         group: dist.ProcessGroup,
+        task: Task,
         schedule: str = "1f1b",
         split: str | tuple[str, ...] = "auto",
         chunks: int = 2,
@@ -42,7 +45,11 @@ class Pipeline:
         self.schedule, self.chunks = SCHEDULES[schedule], chunks
         self.owner_of_stage = self.schedule.owners(self.ranks, chunks)
         self.count = len(self.owner_of_stage)
-        cuts = choose_cuts(model, self.count) if isinstance(split, str) else list(split)
+        self.note = ""
+        if isinstance(split, str):
+            division = divide(model, self.count, measures_of(split, context.device.type), task, context)
+            split, self.note = division.cuts, division.note
+        cuts = list(split)
         if len(cuts) != self.count - 1:
             raise PlanError(
                 f"{len(cuts)} split points make {len(cuts) + 1} stages, the schedule {schedule} has {self.count}",
@@ -268,10 +275,7 @@ def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:
 
 
 def _size(call: Call) -> tuple[tuple[int, ...], ...]:
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor))
+    return tuple(tuple(leaf.shape) for leaf in tensors_of((call.args, call.kwargs)))
 
 
 def _stage(pipeline: Pipeline, index: int) -> nn.Module:

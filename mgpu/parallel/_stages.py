@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.parallel._calls import Call
 from mgpu.parallel._cuts import Part
-from mgpu.parallel._following import Following, answer_calls, tensors_of
+from mgpu.parallel._following import Following, answer_calls, replaced, tensors_of
 from mgpu.parallel._routes import Event, Route, Uncuttable, Value
 from mgpu.parallel._twin import Twin
 
@@ -144,17 +144,18 @@ class Cutting:
         return output
 
     def _blank(self, number: int, event: Event) -> Any:
+        from torch import Tensor
         from torch.utils._pytree import tree_map
 
-        output = tree_map(lambda leaf: leaf, event.output)  # the forward may change a list that it got
+        output = event.output
+        if not isinstance(output, Tensor):
+            output = tree_map(lambda leaf: leaf, output)  # the forward may change a list that it got
         self.following.mark(number, output)
         return output
 
     def _real(self, tree: Any, name: str, changes: bool = False) -> Any:
         """`tree` with what was handed over in the place of blanks; a copy of what is going to be changed in place."""
-        import torch
         from torch._subclasses.fake_tensor import FakeTensor
-        from torch.utils._pytree import tree_map_only
 
         turn = self.turn
         assert turn is not None
@@ -173,7 +174,7 @@ class Cutting:
                 raise turn.astray(f"{name} takes another value")
             return turn.received[value].clone() if changes else turn.received[value]
 
-        return tree_map_only(torch.Tensor, real, tree)
+        return replaced(tree, real)
 
     def _blank_direct_parameters(self) -> None:
         """Parameters of modules that several stages share (a class token) belong to stage 0: blanks on other ranks."""
@@ -244,11 +245,8 @@ class Turn:
 
 def _apart(output: Any, given: Any) -> Any:
     """`output` with another name for each tensor in it that a part gives back as it got it: a value has one maker."""
-    import torch
-    from torch.utils._pytree import tree_map_only
-
     same = {id(tensor) for tensor in tensors_of(given)}
-    return tree_map_only(torch.Tensor, lambda value: value.view_as(value) if id(value) in same else value, output)
+    return replaced(output, lambda value: value.view_as(value) if id(value) in same else value)
 
 
 def own_name(value: Tensor) -> Tensor:

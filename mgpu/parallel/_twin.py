@@ -6,9 +6,10 @@ code outside of the parts is followed. Nothing of another rank is needed for thi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mgpu.parallel._following import Following, answer_calls, changes_first, tensors_of
@@ -19,6 +20,47 @@ if TYPE_CHECKING:
 
     from mgpu.parallel._calls import Call
     from mgpu.parallel._cuts import Part
+
+
+def blank_copy(model: nn.Module, blank: Any, device: Any, kept: Iterable[Tensor] = ()) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are blanks of the mode `blank`, but for the buffers in `kept`.
+
+    Uncuttable where the model cannot be copied.
+    """
+    import copy
+
+    import torch
+
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in kept}
+    with blank, torch.no_grad():
+        for parameter in model.parameters():
+            empty = torch.empty_like(parameter, device=device)
+            memo[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
+        for buffer in model.buffers():
+            if id(buffer) not in memo:
+                memo[id(buffer)] = torch.empty_like(buffer, device=device)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise Uncuttable(
+            f"the model cannot be copied, so where its values flow cannot be worked out: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Puts the random numbers of Python and torch back to where they were."""
+    import random
+
+    import torch
+
+    state = random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
 
 
 class Twin:
@@ -32,34 +74,12 @@ class Twin:
         inside = {id(buffer) for part in parts for buffer in part.module.buffers()}
         self.shared = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in inside}
         self.direct = direct
-        self.model = self._copy(model, device)
+        self.model = blank_copy(model, self.blank, device, self.shared.values())
         modules = dict(self.model.named_modules())
         self.modules = {part.name: modules[part.name] for part in parts}
 
-    def _copy(self, model: nn.Module, device: Any) -> nn.Module:
-        import copy
-
-        import torch
-
-        memo: dict[int, Any] = {id(buffer): buffer for buffer in self.shared.values()}
-        with self.blank, torch.no_grad():
-            for parameter in model.parameters():
-                blank = torch.empty_like(parameter, device=device)
-                memo[id(parameter)] = torch.nn.Parameter(blank, parameter.requires_grad)
-            for buffer in model.buffers():
-                if id(buffer) not in memo:
-                    memo[id(buffer)] = torch.empty_like(buffer, device=device)
-        try:
-            return copy.deepcopy(model, memo)
-        except Exception as error:
-            raise Uncuttable(
-                f"the model cannot be copied, so where its values flow cannot be worked out: {error}"
-            ) from error
-
     def route(self, model: nn.Module, call: Call) -> Route:
         """Which events a call of `model` has, and what travels. Draws no random numbers, changes no buffers."""
-        import random
-
         import torch
 
         training = {name: module.training for name, module in model.named_modules()}
@@ -69,13 +89,8 @@ class Twin:
             if name in self.shared:
                 holder, _, last = name.rpartition(".")
                 self.model.get_submodule(holder)._buffers[last] = buffer.clone()
-        state = random.getstate()
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        try:
-            with torch.random.fork_rng(devices), torch.no_grad():
-                return _Learning(self).run(call.args, call.kwargs)
-        finally:
-            random.setstate(state)
+        with undrawn(), torch.no_grad():
+            return _Learning(self).run(call.args, call.kwargs)
 
 
 class _Learning:

@@ -10,6 +10,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -59,6 +60,12 @@ class Context:
     """Compile the model's blocks; a text is the name of a torch.compile backend."""
     activation_checkpointing: str = "none"
     exact: bool = False
+    example: Callable[[], Any] | None = None
+    """Gives a batch of the size of a micro batch, on the device; None where there is none."""
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    """Makes an optimizer as the training's."""
+    folder: Path | None = None
+    """The run's, for what its later attempts must find again."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -127,6 +134,8 @@ class Trainable:
     owned: Mapping[str, nn.Parameter] | None = None
     copies: bool = False
     """Whether every rank holds the same values: then a difference is an error."""
+    notes: tuple[str, ...] = ()
+    """What people should know of how the model was laid out."""
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:

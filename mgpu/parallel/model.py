@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mgpu.errors import PlanError
 from mgpu.parallel._blocks import prepare_blocks
-from mgpu.parallel._cuts import Part, choose_cuts, parts_of
+from mgpu.parallel._cuts import Part, parts_of, places_to_cut
+from mgpu.parallel._division import Division, Measure, announced, divide
 from mgpu.parallel._options import Names
 from mgpu.parallel.base import (
     Context,
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 class ModelOptions(StrategyOptions):
     """Options of `strategy: model`."""
 
-    split: Literal["auto"] | Names = "auto"
-    """Names of the modules that devices 1, 2, ... begin with; `auto` gives each about the same number of weights."""
+    split: Literal["auto", "memory", "weights"] | Names = "auto"
+    """Names of the modules that devices 1, 2, ... begin with. Or what the fullest device shall hold least of: `memory`
+    (weights, gradients, optimizer state and the activations of a micro batch) or the number of `weights`. `auto` is memory,
+    and weights where that cannot be worked out. A run keeps its cuts when it resumes."""
 
 
 class Model(Strategy):
@@ -52,26 +55,33 @@ class Model(Strategy):
         return 1
 
     def check(self, layout: Layout) -> tuple[str, ...]:
-        if self.options.split != "auto" and len(self.options.split) != layout.devices - 1:
+        split = self.options.split
+        if not isinstance(split, str) and len(split) != layout.devices - 1:
             raise PlanError(
-                f"{len(self.options.split)} split points make {len(self.options.split) + 1} parts, "
-                f"the devices are {layout.devices}",
+                f"{len(split)} split points make {len(split) + 1} parts, the devices are {layout.devices}",
                 key=("parallel", "split"),
             )
+        notes: tuple[str, ...] = (announced(_measures(split)),) if isinstance(split, str) and layout.devices > 1 else ()
         if layout.device == "cpu":
-            return ("model on CPU: all parts are on the same device",)
-        return ()
+            notes += ("model on CPU: all parts are on the same device",)
+        return notes
 
     def fits(self, model: nn.Module, layout: Layout) -> None:
-        self._parts(model, layout.devices)
+        if layout.devices > 1:
+            split = self.options.split
+            parts_of(model, places_to_cut(model, layout.devices)[1:] if isinstance(split, str) else split)
 
     def materialize(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
-        return prepare_blocks(make(), context)
+        """On the host: the whole may fit no device."""
+        return make()
 
     def build(self, model: nn.Module, task: Task, context: Context) -> Trainable:
         devices = context.devices or (context.device,)
-        place(model, self._parts(model, len(devices)), devices)
-        return Trainable(model=model, module=model, task=task, context=context)
+        division = self._divide(model, len(devices), task, context)
+        prepare_blocks(model, context)
+        place(model, parts_of(model, division.cuts) if len(devices) > 1 else (), devices)
+        notes = (division.note,) if division.note else ()
+        return Trainable(model=model, module=model, task=task, context=context, notes=notes)
 
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         import torch
@@ -85,11 +95,15 @@ class Model(Strategy):
             scale_gradients(here, 1.0 / (totals.units.to(device) * trainable.context.loss_scale))
         return totals
 
-    def _parts(self, model: nn.Module, devices: int) -> list[Part]:
-        if devices == 1:
-            return []
-        cuts = choose_cuts(model, devices) if self.options.split == "auto" else self.options.split
-        return parts_of(model, cuts)
+    def _divide(self, model: nn.Module, devices: int, task: Task, context: Context) -> Division:
+        split = self.options.split
+        if devices == 1 or not isinstance(split, str):
+            return Division(() if isinstance(split, str) else split, "")
+        return divide(model, devices, _measures(split), task, context, what="device")
+
+
+def _measures(split: Literal["auto", "memory", "weights"]) -> tuple[Measure, ...]:
+    return ("memory", "weights") if split == "auto" else (split,)
 
 
 def place(model: nn.Module, parts: Sequence[Part], devices: Sequence[torch.device]) -> None:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from mgpu.checkpoint.restore import read_extra, restore
 from mgpu.checkpoint.state import TrainingState
 from mgpu.checkpoint.weights import load_weights
-from mgpu.data.feed import Agreement
+from mgpu.data.feed import Agreement, Feed
+from mgpu.data.loading import to_device
 from mgpu.data.position import Position
 from mgpu.data.seeding import seed_everything, weights_seed
 from mgpu.errors import PlanError
@@ -78,9 +79,11 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     evaluation = sources.evaluation_feed(seat.replica, plan.replicas, device)
     _join(seat, device)
     strategy = make_strategy(spec)
-    context = _context(spec, seat, strategy, device)
+    context = _context(spec, seat, strategy, device, feed)
     trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
     trainable = _lay_out(spec, strategy, context, trace)
+    for note in trainable.notes:
+        _warn(seat)(note)
     optimizer = _optimizer(spec.optimizer, trainable)
     state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None, aliases=trainable.aliases)
     mine = f"rank-{seat.rank}."
@@ -167,8 +170,9 @@ def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Tr
         seat.run.tell("note", text=note)
 
 
-def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device) -> Context:
-    assert spec.batch
+def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device, feed: Feed) -> Context:
+    assert spec.batch and spec.optimizer
+    optimizer, dtype = spec.optimizer, torch.float64 if spec.precision == "fp64" else None
     context = Context(
         rank=seat.rank,
         world=seat.plan.world,
@@ -183,6 +187,9 @@ def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device
         compile=spec.compile,
         activation_checkpointing=spec.activation_checkpointing,
         exact=spec.numerics == "exact",
+        example=lambda: to_device(feed.first(), device, dtype),
+        optimizer=lambda parameters: build(optimizer, parameters, key=("optimizer",)),
+        folder=seat.run.path,
     )
     scaler = strategy.scaler(context) if spec.precision == "fp16" else None
     return dataclasses.replace(context, scaler=scaler)

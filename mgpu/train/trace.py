@@ -50,6 +50,7 @@ class Trace:
 
     def watch(self, turn: Turn) -> Iterator[tuple[int, Any]]:
         """The micro batches of `turn`, noted as they pass."""
+        self._losses = []  # what a strategy tried before the first step is none of them
         for index, batch in turn.micro_batches:
             self._micro.append((index, turn.samples(index), content(batch)))
             yield index, batch

@@ -177,7 +177,7 @@ class Part(nn.Module):
 
 
 def plain_pipeline() -> Step:
-    """1F1B over the same stages."""
+    """1F1B over the same stages; clipping by the norm of the whole gradient, as in one process."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -193,7 +193,12 @@ def plain_pipeline() -> Step:
 
     def step() -> None:
         schedule.step(*((inputs,) if rank == 0 else ()), target=targets if rank == world - 1 else None)
-        finish(list(part.parameters()), optimizer)
+        gradients = [parameter.grad for parameter in part.parameters() if parameter.grad is not None]
+        square = nn.utils.get_total_norm(gradients) ** 2
+        dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(part.parameters(), 1.0, square.sqrt())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     return step
 

@@ -322,6 +322,18 @@ class Overwriting(Normed):
         return self.head(x)
 
 
+class Finite(Normed):
+    """Looks whether what it is given is finite."""
+
+    def __init__(self):
+        super().__init__(norm=False)
+
+    def forward(self, x):
+        if not bool(x.isfinite().all()):
+            raise ValueError("not finite")
+        return super().forward(x)
+
+
 class Asking(Normed):
     """Goes on by the sign of an activation."""
 

@@ -7,7 +7,7 @@ from torch import nn
 from mgpu.errors import PlanError
 from mgpu.parallel._blocks import repeated_blocks
 from mgpu.parallel._calls import Call
-from mgpu.parallel._cuts import choose_cuts, parts_of
+from mgpu.parallel._cuts import balanced, parts_of, places_to_cut, weights_of
 from mgpu.parallel._routes import Uncuttable
 from mgpu.parallel._sharded import Sharding
 from mgpu.parallel._stages import Cutting, take_away
@@ -45,18 +45,32 @@ def test_blocks_are_the_members_of_the_outermost_stacks():
     assert repeated_blocks(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))) == {}
 
 
-def test_stages_have_equal_work():
+def test_layers_of_a_net_without_blocks():
+    """As VGG is written: lists of layers, those without weights between them."""
+    net = nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Conv2d(1, 1, 1)), nn.Flatten(), nn.Linear(1, 1))
+    assert places_to_cut(net, 3) == ["0.0", "0.2", "2"]
+
+
+def cut_by_weights(model, stages):
+    places = places_to_cut(model, stages)
+    costs = [0] * len(places)
+    for part in parts_of(model, places[1:]):
+        costs[part.stage] += weights_of(part)
+    return [places[start] for start in balanced(costs, stages)]
+
+
+def test_stages_have_equal_weights():
     """A head as dear as two blocks takes a stage with fewer of them."""
     gpt = GPT(layers=4, width=16, heads=2, vocabulary=16, tie=False)
-    assert choose_cuts(gpt, 2) == ["layers.2"]
+    assert cut_by_weights(gpt, 2) == ["layers.2"]
     block = sum(parameter.numel() for parameter in gpt.layers[0].parameters() if parameter.dim() > 1)
     wide = GPT(layers=4, width=16, heads=2, vocabulary=2 * block // 16, tie=False)
-    assert choose_cuts(wide, 2) == ["layers.3"]
+    assert cut_by_weights(wide, 2) == ["layers.3"]
 
 
 def test_too_few_blocks_for_the_stages():
     with pytest.raises(PlanError, match=r"2 blocks \(layers.0, layers.1\) do not make 3 stages"):
-        choose_cuts(GPT(layers=2, width=16, heads=2), 3)
+        places_to_cut(GPT(layers=2, width=16, heads=2), 3)
 
 
 def test_split_points_are_checked():

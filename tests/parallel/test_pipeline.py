@@ -128,3 +128,32 @@ def test_accumulated_gradients_are_not_scaled_again(workshop):
     assert trained.weights["model.last.weight"].item() == pytest.approx(1 - 0.45)
     assert trained.norms == pytest.approx([4.5 * 2**0.5])
     assert trained.losses == pytest.approx([4.5])
+
+
+@pytest.mark.parametrize("strategy, split, told", [
+    ("pipeline", "time", "split by measured time of a micro batch: stage 0: layers.0"),
+    ("pipeline", "auto", "split by floating-point operations of a micro batch: stage 0: layers.0 to layers.1"),
+    ("model", "auto", "split by memory of weights, gradients, optimizer state and the activations of a micro batch: device 0"),
+])  # fmt: skip
+def test_a_model_is_cut_by_its_costs_told_and_cut_alike_on_a_resume(workshop, strategy, split, told):
+    """Dropout in none of its layers, so that even a cut that a busy machine moves changes nothing."""
+    settings, parallel = {"model__args": {"double": True}}, {"strategy": strategy, "split": split}
+    run = workshop.train(2, parallel=parallel, duration="3 steps", **settings).run
+    kept = (run.path / "split.json").read_text()
+    trained = workshop.resume(run, 2, parallel=parallel, duration="5 steps")
+    assert_same(trained, workshop.single(**settings), 1e-9, evaluations=False)
+    notes = [event["text"] for event in run.events() if event["event"] == "note" and "split by" in event["text"]]
+    assert len(notes) == 2 and notes[0].startswith(told)
+    assert notes[1] == f"{notes[0]} (as in the attempt before)"
+    assert (run.path / "split.json").read_text() == kept
+
+
+def test_a_model_whose_costs_need_values_is_cut_by_weights_and_tells_why(workshop):
+    """Reads its input's values at the start, which is no activation: all stages can follow."""
+    settings = {**POINTS, "model": "stack.py:Finite"}
+    trained = workshop.train(2, parallel={"strategy": "pipeline"}, **settings)
+    assert_same(trained, workshop.single(**settings), 1e-9)
+    notes = [event["text"] for event in trained.run.events() if event["event"] == "note"]
+    assert any(
+        "split by number of weights (floating-point operations of a micro batch unknown" in text for text in notes
+    )

@@ -155,11 +155,14 @@ def _kept(context: Context, names: list[str], stages: int, measures: Sequence[Me
     path = context.folder / KEPT if context.folder is not None else None
     if path is None or not path.exists():
         return None
-    kept = json.loads(path.read_text(encoding="utf-8"))
     asked = {"blocks": names, "stages": stages, "measures": list(measures)}
-    if any(kept.get(key) != value for key, value in asked.items()):
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if any(kept[key] != value for key, value in asked.items()):
+            return None
+        return list(kept["cuts"]), f"{kept['note']} (as in the attempt before)"
+    except (OSError, ValueError, KeyError, TypeError):  # not what was written: choose again
         return None
-    return kept["cuts"], f"{kept['note']} (as in the attempt before)"
 
 
 def _note(

@@ -3,10 +3,15 @@ data there. Runs in a process of its own, which ends before any rank begins."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mgpu.checkpoint.weights import find_weights
 from mgpu.data.sampling import why_not_layout_free
@@ -55,6 +60,7 @@ def preflight(spec: RunSpec, plan: Plan, runs_dir: Path) -> list[Fault]:
         init_from = spec.init_from
         faults += _attempt(lambda: find_weights(init_from, runs_dir), ("init_from",))
     faults += _attempt(lambda: build(spec.task, key=("task",)), ("task",))
+    faults += _attempt(lambda: _try_optimizer(spec, plan), ("optimizer",))
     for name, metric in spec.metrics.items():
         faults += _attempt(lambda m=metric, k=("metrics", name): _check_metric(m, k), ("metrics", name))
     return faults or _attempt(lambda: _check_model(spec, plan), ("model",))
@@ -89,6 +95,48 @@ def _check_metric(target: Target, key: tuple[str | int, ...]) -> None:
         raise TargetError(
             key, f"{target.target} has no {', no '.join(lacking)}: a metric has update, compute and reset"
         )
+
+
+def _try_optimizer(spec: RunSpec, plan: Plan) -> None:
+    """Two steps on a small matrix, which is then sharded where the strategy shards: some optimizers want closures or sparse
+    gradients, and some have operations that torch's DTensors lack.
+
+    An optimizer of the user's own, or for GPUs only, may be right and yet refuse the matrix: that says nothing.
+    """
+    assert spec.optimizer
+    target, mesh = spec.optimizer, make_strategy(spec).mesh(plan.world)
+    if fault := _fault_of(target, torch.nn.Parameter(torch.ones(4, 4))):
+        if plan.device == "cpu" and target.target.startswith("torch.optim"):
+            raise TargetError(("optimizer",), f"{target.target} cannot make a step: {fault}", "take another optimizer")
+        return
+    if any(mesh.get(name, 1) > 1 for name in ("shard", "tensor")):
+        with _pretended_peer() as peers:
+            fault = _fault_of(target, torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), peers, [Shard(0)])))
+        if fault:
+            text = f"{target.target} cannot make a step on parameters that {plan.strategy} has sharded: {fault}"
+            raise TargetError(("optimizer",), text, "take another optimizer, or a strategy that does not shard")
+
+
+def _fault_of(target: Target, parameter: torch.nn.Parameter) -> str:
+    """Why steps on `parameter` fail; empty if they do not."""
+    try:
+        optimizer = build(target, [parameter], key=("optimizer",))
+        for sign in (1.0, -1.0):
+            parameter.grad = torch.full_like(parameter, sign)
+            optimizer.step()
+    except Exception as error:  # code of anybody
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
+
+
+@contextlib.contextmanager
+def _pretended_peer() -> Iterator[DeviceMesh]:
+    """A mesh of two ranks, of which the other is only pretended: it answers nothing and is waited for by nobody."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _open(target: Target, key: tuple[str | int, ...]) -> Any:

@@ -24,8 +24,13 @@ class Leaving:
             ["task={target: mgpu.train:Supervised, args: {loss: torch.nn:MSELoss}}"],
             ["task", "{target: torch.nn:MSELoss}"],
         ),
+        (["optimizer=torch.optim:LBFGS"], ["optimizer: torch.optim:LBFGS cannot make a step: TypeError", "closure"]),
+        (
+            ["optimizer={target: torch.optim:Rprop, args: {lr: 1e-2}}", "parallel.strategy=fsdp"],
+            ["optimizer: torch.optim:Rprop", "on parameters that fsdp has sharded: RuntimeError"],
+        ),
     ],
-    ids=["warm-up-in-steps", "warm-up-in-epochs", "metric", "leaving", "loss"],
+    ids=["warm-up-in-steps", "warm-up-in-epochs", "metric", "leaving", "loss", "closure", "sharded"],
 )
 def test_it_is_refused_before_a_rank_starts(bench, settings, words):
     (bench.folder / "own.py").write_text(CODE)
@@ -35,6 +40,16 @@ def test_it_is_refused_before_a_rank_starts(bench, settings, words):
     for word in words:
         assert word in done.stderr
     assert bench.store.list() == []
+
+
+def test_an_optimizer_of_ones_own_that_wants_another_model_is_left_to_the_ranks(bench):
+    """It takes only the three shapes of the toy's parameters."""
+    (bench.folder / "own.py").write_text(
+        "import torch\n\nclass Picky(torch.optim.SGD):\n    def step(self):\n"
+        "        assert {tuple(p.shape) for g in self.param_groups for p in g['params']} == {(16, 8), (16,), (1, 16), (1,)}\n"
+        "        super().step()\n"
+    )
+    bench.train("--set=optimizer={target: own.py:Picky, args: {lr: 1e-2}}", duration="2 steps")
 
 
 def test_a_folder_for_runs_that_cannot_be_written_is_refused(bench):

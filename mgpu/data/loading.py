@@ -87,12 +87,12 @@ class Course(Sampler[list[Key]]):
 def _start_loader(_worker: int) -> None:
     """A loader dies with its rank, at once, and leaves the stopping to it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
     # torch's handlers of a crash, which hint at too little shared memory, have taken the place of those that tell the line.
     faulthandler.disable()
     signal_handling._set_worker_signal_handlers()
     faulthandler.enable(file=2)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def make_loader(

@@ -287,6 +287,31 @@ def snapshot(bench: Bench) -> str:
     return f"{size / ours / 1e9:.1f} GB/s, {ours / by_hand:.2f} of a pinned copy's time ({size >> 20} MiB)"
 
 
+def cuts(bench: Bench) -> str:
+    """Where a GPT of equal blocks is cut into four, by measured time and by operations; the first and last have more to do."""
+    import torch
+    from torch import nn
+
+    from mgpu.parallel._division import divide
+    from mgpu.parallel.base import Context
+    from mgpu.train import Supervised
+    from mgpu.zoo import GPT
+
+    device = torch.device("cuda" if bench.on_gpu else "cpu")
+    tokens = torch.randint(0, 256, (4, 65), device=device)
+    context = Context(
+        rank=0, world=1, replica=0, replicas=1, device=device, example=lambda: (tokens[:, :-1], tokens[:, 1:]),
+        optimizer=torch.optim.AdamW,
+    )  # fmt: skip
+    model, task = GPT(layers=12, width=128, context=64, tie=False), Supervised(nn.CrossEntropyLoss(), unit="token")
+    found = {how: divide(model, 4, (how,), task, context).cuts for how in ("time", "flops", "memory")}
+    for how, names in found.items():
+        blocks = [int(name.rpartition(".")[2]) for name in names]
+        if any(abs(block - even) > 1 for block, even in zip(blocks, (3, 6, 9), strict=True)):
+            raise Failed(f"by {how} twelve equal blocks are cut at {names}")
+    return "; ".join(f"{how}: {', '.join(names)}" for how, names in found.items())
+
+
 def script(bench: Bench, what: str, code: int, *settings: str) -> Path:
     (bench.folder / "script.py").write_text(SCRIPT)
     spec = bench.folder / f"{what}.yaml"
@@ -360,6 +385,7 @@ CHECKS: dict[str, Callable[[Bench], str]] = {
     "exact": exact,
     "kill and resume": resumed,
     "snapshot": snapshot,
+    "cuts": cuts,
     "device error": device_error,
     "crash": crash,
     "stuck": stuck,

@@ -88,13 +88,15 @@ def write_all(handle: int, block: bytes) -> None:
         written += os.write(handle, block[written:])
 
 
-def append_line(path: Path, value: dict[str, Any], *, durable: bool = False) -> None:
-    """Append `value` as one JSON line. One `write` on an O_APPEND file: lines of several writers never mix.
+def append_line(path: Path, value: dict[str, Any], *, durable: bool = False, create: bool = True) -> None:
+    """Append `value` as one JSON line; without `create`, FileNotFoundError where there is no file.
+
+    One `write` on an O_APPEND file: lines of several writers never mix.
 
     A torn last line (a crash in mid-write) is closed off first, so that the new line stays readable.
     """
     line = (json_text(value) + "\n").encode()
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
     try:
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":

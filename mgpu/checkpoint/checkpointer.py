@@ -21,6 +21,7 @@ from mgpu.checkpoint.writer import Connect, Exchange, Work, Writer, WriterGone
 from mgpu.errors import CheckpointError
 
 _LONG_WAIT_SECONDS = 1.0
+_VERY_LONG_WAIT_SECONDS = 5.0
 
 
 class Checkpointer:
@@ -123,18 +124,32 @@ class Checkpointer:
         return self._in_flight is not None
 
     def wait(self) -> Outcome | None:
-        """How the newest save ended, once it has; None before the first."""
-        return self._settle(None) if self._in_flight else self.last
+        """How the newest save ended, once it has; None before the first. A long wait is told, now and then."""
+        began, pause = time.monotonic(), _VERY_LONG_WAIT_SECONDS
+        while self._in_flight is not None and self._settle(pause) is None:
+            pause = time.monotonic() - began
+            if self.rank == 0:
+                text = (
+                    f"training has waited {pause:.0f} s for the checkpoint of step {self._in_flight.step} to be written"
+                )
+                self._record("note", text=text)
+        return self.last
 
     def poll(self) -> Outcome | None:
         """The outcome of the save in flight, if it has just ended."""
         return self._settle(0) if self._in_flight else None
 
     def linger(self, seconds: float) -> None:
-        """Give the save in flight time to be written, by a rank that has failed since: nothing is told, nothing raised."""
-        if self._in_flight is not None and self._writer is not None:
-            with contextlib.suppress(WriterGone):
-                self._writer.outcome(seconds)
+        """Give the save in flight time to be written, by a rank that has failed since: nothing is raised."""
+        if self._in_flight is None or self._writer is None:
+            return
+        what = f"the checkpoint of step {self._in_flight.step}"
+        with contextlib.suppress(WriterGone):
+            if self._writer.outcome(min(seconds, _LONG_WAIT_SECONDS)) is not None:
+                return
+            self._record("note", text=f"rank {self.rank} has failed; {what}, from before, is still being written")
+            if self._writer.outcome(seconds) is None:
+                self._record("note", text=f"{what} was given up: it was not written within {seconds:.0f} s")
 
     def close(self) -> None:
         """Wait for the save in flight and end the writer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -107,7 +108,36 @@ def _restore_optimizer(reader: Reader, state: TrainingState) -> list[str]:
     optimizer.load_state_dict({"state": packed, "param_groups": optimizer.state_dict()["param_groups"]})
     _undo_casts(optimizer, parameters, values)
     notes = _restore_groups(facts["groups"], state)
+    _refuse_missing_state(
+        optimizer, {parameters[name]: set(found) for name, found in values.items() if name in parameters}
+    )
     return [*notes, *_strangers(facts["groups"], parameters)] if state.is_whole else notes
+
+
+def _refuse_missing_state(optimizer: torch.optim.Optimizer, kept: Mapping[Tensor, set[str]]) -> None:
+    """CheckpointError where the optimizer cannot make a step with the values that were kept for it: one of its settings asks
+    for more. Tried on a small parameter, with one of torch's own optimizers."""
+    parameter = next(iter(kept), None)
+    if parameter is None or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    taken = inspect.signature(type(optimizer)).parameters
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key in taken and key != "params"}
+    settings |= {key: False for key in ("fused", "foreach", "capturable") if key in settings}
+    small = torch.nn.Parameter(torch.ones([2] * parameter.dim()))
+    twin = type(optimizer)([small], **settings)
+    small.grad = torch.ones_like(small)
+    twin.step()
+    lacking = twin.state[small].keys() - kept[parameter]
+    for key in lacking:
+        del twin.state[small][key]
+    try:
+        twin.step()
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{kind_of(optimizer)} with the settings of the spec needs {', '.join(sorted(lacking))} of each parameter, which the "
+            "checkpoint does not have",
+            hint="resume with the settings it was made with; to train on from its weights, start a new run with init_from",
+        ) from error
 
 
 def _like(parameter: Tensor, kind: TensorStorageMetadata) -> Tensor:

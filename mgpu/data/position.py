@@ -71,11 +71,24 @@ class BatchGrid:
     def settle(self, position: Position) -> Position:
         """Where training goes on from `position`: a rest that is too short for this grid is dropped by the last rule.
 
-        A resume with a larger global batch can meet such a rest in the middle of what was a whole batch before.
+        A resume with a larger global batch can meet such a rest in the middle of what was a whole batch before, and one with
+        fewer samples a place beyond their end.
         """
-        if self.last == "drop" and self.n - position.offset < self.size <= self.n:
+        left = self.n - position.offset
+        if self.n and (left <= 0 or (self.last == "drop" and left < self.size <= self.n)):
             return dataclasses.replace(position, epoch=position.epoch + 1, offset=0)
         return position
+
+    def batches_left(self, position: Position, epochs: int) -> int:
+        """Global batches from `position` (settled) to the end of so many epochs.
+
+        >>> BatchGrid(10, 4, 2).batches_left(Position(epoch=1, offset=4), 3)
+        5
+        """
+        if position.epoch >= epochs:
+            return 0
+        here = BatchGrid(self.n - position.offset, self.size, self.micro, self.last).batches_per_epoch
+        return here + (epochs - position.epoch - 1) * self.batches_per_epoch
 
     def advance(self, position: Position) -> Position:
         """The place after the global batch at `position`; the next epoch when no batch is left in this one."""

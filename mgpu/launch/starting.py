@@ -9,8 +9,9 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mgpu.errors import PlanError, Problem, Refusal, SpecError
+from mgpu.errors import MgpuError, PlanError, Problem, Refusal, SpecError
 from mgpu.files import write_atomic, write_json
 from mgpu.launch.stopping import SignalRelay
 from mgpu.plan import Plan, listen, make_plan
@@ -88,6 +89,7 @@ def resume(
         loaded = load_spec(run.spec_path, overrides)
         plan = lay_out(loaded)
         listener = _hold_port(loaded, plan)
+        changed = _changes(run.spec_path, loaded)
         before = {path: path.read_text() for path in (run.spec_path, run.plan_path) if path.exists()}
         write_atomic(run.spec_path, loaded.dump())
         write_json(run.plan_path, plan.to_json())
@@ -98,7 +100,40 @@ def resume(
         for path, text in before.items():
             write_atomic(path, text)
 
-    return _follow(run, run.attempts + 1, loaded, plan, listener, relay, undo, detach, as_json)
+    attempt = run.attempts + 1
+    code = _follow(run, attempt, loaded, plan, listener, relay, undo, detach, as_json, told=changed)
+    if code and changed and not detach and _was_unfit(run, attempt):
+        undo()
+        print(f"{run.id} has its spec of before again", file=sys.stderr)
+    return code
+
+
+def _was_unfit(run: Run, attempt: int) -> bool:
+    """Whether `attempt` failed before it trained, of an error that would come again."""
+    events = [event for event in run.events() if event.get("attempt") == attempt]
+    causes = [event.get("cause") for event in events if event.get("event") == "attempt_ended"]
+    is_certain = any(cause and cause.get("deterministic") for cause in causes)
+    return is_certain and not any(event.get("event") == "training" for event in events)
+
+
+def _changes(before: Path, after: LoadedSpec) -> list[str]:
+    """What a resume changes in the spec, for people."""
+    try:
+        old, new = _leaves(load_spec(before).document), _leaves(after.document)
+    except MgpuError:  # it cannot be read any more, so that nothing can be compared
+        return []
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    texts = [f"{key}: {new.get(key, 'left out')} (was {old.get(key, 'left out')})" for key in keys]
+    return [f"changed by this resume: {'; '.join(texts)}"] if texts else []
+
+
+def _leaves(document: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(document, dict) or not document:
+        return {prefix: document}
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        found |= _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 @contextlib.contextmanager
@@ -129,6 +164,7 @@ def _follow(
     detach: bool,
     as_json: bool,
     source: str | None = None,
+    told: Sequence[str] = (),
 ) -> int:
     """Start the node at once, and prepare the rest while it imports torch. `undo` takes back what a refusal finds done."""
     from mgpu.launch.front import Front, refusals
@@ -145,7 +181,7 @@ def _follow(
         front.console.print(
             f"{run.id}  attempt {attempt}: {plan.strategy} on {plan.world} x {plan.device}", markup=False
         )
-        for note in (*plan.notes, *stale_names(os.environ), *reaped):
+        for note in (*told, *plan.notes, *stale_names(os.environ), *reaped):
             front.console.print(note, markup=False)
     except BaseException:
         front.abandon()

@@ -110,7 +110,9 @@ class Run:
         """Append an event. It is on disk when this returns. Raises OSError where the disk is full, or the run is gone."""
         now = time.time()
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        append_line(self.events_path, {"event": kind, "time": stamp, "unix": now, **values}, durable=True)
+        event = {"event": kind, "time": stamp, "unix": now, **values}
+        # The first one makes the file: a run that is being removed does not come back by its next event.
+        append_line(self.events_path, event, durable=True, create=kind == "created")
 
     def tell(self, kind: str, /, **values: Any) -> None:
         """`record`, for what must go on without: an event that cannot be written is said on stderr, if even that can be."""

@@ -31,8 +31,8 @@ from mgpu.train.census import count_parameters
 from mgpu.train.drift import FrozenSet
 from mgpu.train.feeding import Sources
 from mgpu.train.loop import Training
-from mgpu.train.saving import Saving, Start, choose_start, make_checkpointer
-from mgpu.train.schedule import learning_rate, total_steps
+from mgpu.train.saving import Saving, Start, changes_of_order, choose_start, make_checkpointer
+from mgpu.train.schedule import learning_rate
 from mgpu.train.targets import build
 from mgpu.train.trace import Trace
 
@@ -88,15 +88,18 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
     state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None, aliases=trainable.aliases)
     mine = f"rank-{seat.rank}."
     _begin(start, state, strategy, trainable, mine, seat)
+    order = {"samples": sources.samples, "seed": spec.seed}
+    for note in changes_of_order(start, order):
+        _warn(seat)(note)
     parameters = count_parameters(trainable)
-    total = total_steps(spec, sources.steps_per_epoch)
+    total = sources.total_steps(position)
     return Training(
         spec=spec,
         run=run,
         strategy=strategy,
         trainable=trainable,
         optimizer=optimizer,
-        rate=learning_rate(spec, sources.steps_per_epoch),
+        rate=learning_rate(spec, sources.steps_per_epoch, total),
         feed=feed,
         evaluation=evaluation,
         metrics={name: _metric(target, name, device) for name, target in spec.metrics.items()},
@@ -106,6 +109,7 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
             state,
             context,
             lambda: {mine + name: value for name, value in strategy.state(trainable).items()},
+            {"order": order},
         ),
         logger=_logger(seat, position, total, parameters) if seat.rank == 0 else None,
         position=position,

@@ -16,6 +16,7 @@ from mgpu.data.sampling import SampleOrder, SamplerOrder, ShuffledOrder, why_not
 from mgpu.data.streams import EvaluationStream, FirstSamples, OwnStream, WholeStream
 from mgpu.errors import DataError
 from mgpu.spec import RunSpec
+from mgpu.train.schedule import total_steps
 from mgpu.train.targets import build
 
 
@@ -32,17 +33,28 @@ class Sources:
         self.train = build(spec.data.train, key=("data", "train"))
         self.evaluation = build(spec.data.eval, key=("data", "eval")) if spec.data.eval else None
         self.order = self._order() if is_indexed(self.train) else None
-        n = self.order.n if self.order else len(self.train) if hasattr(self.train, "__len__") else 0
+        self.samples = n = self.order.n if self.order else len(self.train) if hasattr(self.train, "__len__") else 0
+        """Samples of an epoch; 0 where that is not known beforehand."""
         whole = BatchGrid(n=n, size=spec.batch.size, micro=spec.batch.micro_size, last=spec.batch.last)
         if n and whole.batches_per_epoch == 0:
             raise DataError(f"{n} samples are fewer than one batch of {spec.batch.size}, and batch.last is drop")
         self.steps_per_epoch = whole.batches_per_epoch if n else None
         """None where the length of the data is not known beforehand."""
-        self.grid = whole
+        self.grid = self._whole = whole
         if spec.trace and spec.trace.samples:
             self.grid = dataclasses.replace(whole, n=min(n or spec.trace.samples, spec.trace.samples))
             if self.order is None:
                 self.train = FirstSamples(self.train, spec.trace.samples)
+
+    def total_steps(self, position: Position) -> int | None:
+        """Steps of the whole training, which is at `position`; None where the length of the data is not known beforehand.
+
+        Epochs count by samples: what is done with another batch size, or on other data, is done.
+        """
+        assert self.spec.duration
+        if self.order is None or self.spec.duration.unit == "steps":
+            return total_steps(self.spec, self.steps_per_epoch)
+        return position.batches + self._whole.batches_left(self._whole.settle(position), self.spec.duration.count)
 
     def _order(self) -> SampleOrder:
         if self.data.sampler is None:

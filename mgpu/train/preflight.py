@@ -21,7 +21,7 @@ from mgpu.parallel.base import Layout, Strategy
 from mgpu.plan import Plan, make_strategy
 from mgpu.spec import RunSpec, Target
 from mgpu.train.feeding import is_indexed
-from mgpu.train.schedule import learning_rate
+from mgpu.train.schedule import learning_rate, total_steps
 from mgpu.train.targets import TargetError, build, check
 
 Fault = dict[str, Any]
@@ -81,7 +81,8 @@ def _open_training(spec: RunSpec) -> None:
             raise TargetError(("data", "sampler"), reason)
         length = len(sampler)
     try:
-        rate = learning_rate(spec, None if length is None else -(-length // spec.batch.size) if spec.batch else None)
+        epoch = None if length is None or spec.batch is None else -(-length // spec.batch.size)
+        rate = learning_rate(spec, epoch, total_steps(spec, epoch))
     except DataError as error:
         raise TargetError(("schedule",), error.message, error.hint) from error
     if rate.total and rate.warmup > rate.total and spec.trace is None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,13 +48,16 @@ class Saving:
         state: TrainingState,
         context: Context,
         extra: Callable[[], Mapping[str, Tensor]] = dict,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """`extra` gives further tensors to save, by name; ranks that hold different ones name them differently."""
+        """`extra` gives further tensors to save, by name; ranks that hold different ones name them differently. `facts` are
+        plain values that every checkpoint of the attempt has."""
         self.checkpointer = checkpointer
         self._spec = spec
         self._state = state
         self._context = context
         self._extra = extra
+        self._facts = dict(facts or {})
         self._is_prepared = False
         self._saved = time.monotonic()
         self._metrics: tuple[int, Mapping[str, float]] = (-1, {})
@@ -92,7 +96,7 @@ class Saving:
             position.step,
             self._state.gather(self._extra()),
             device=self._context.device,
-            data={"scaler": scaler.state_dict() if scaler else None, "unevaluated": unevaluated},
+            data={"scaler": scaler.state_dict() if scaler else None, "unevaluated": unevaluated, **self._facts},
             position=position.to_json(),
             metrics=metrics if step == position.step else {},
         )
@@ -113,6 +117,21 @@ class Saving:
         self.checkpointer.close()
         if error := failure(self.checkpointer):
             raise error
+
+
+def changes_of_order(start: Start, order: Mapping[str, int]) -> list[str]:
+    """What is to be told where the samples do not come in the order in which they came before. `order`: samples and seed."""
+    before = start.checkpoint.data.get("order") if start.checkpoint else None
+    if start.checkpoint is None or not isinstance(before, dict):
+        return []
+    in_epoch = start.checkpoint.data["position"].get("offset", 0) > 0
+    then = ": in the epoch under way some samples may come twice or not at all" if in_epoch else ""
+    words = {"samples": "the training data has {} samples, and had {}", "seed": "the seed is {}, and was {}"}
+    return [
+        text.format(order[name], before[name]) + then
+        for name, text in words.items()
+        if before.get(name, order[name]) != order[name]
+    ]
 
 
 def make_checkpointer(

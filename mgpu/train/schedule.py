@@ -42,9 +42,9 @@ def total_steps(spec: RunSpec, steps_per_epoch: int | None) -> int | None:
     return None if steps_per_epoch is None else spec.duration.count * steps_per_epoch
 
 
-def learning_rate(spec: RunSpec, steps_per_epoch: int | None) -> LearningRate:
-    """The schedule of `spec`; DataError where it needs a length that the data set does not tell."""
-    warmup, total = spec.schedule.warmup, total_steps(spec, steps_per_epoch)
+def learning_rate(spec: RunSpec, steps_per_epoch: int | None, total: int | None) -> LearningRate:
+    """The schedule of `spec` over `total` steps; DataError where it needs a length that the data set does not tell."""
+    warmup = spec.schedule.warmup
     needs_length = total is None and spec.schedule.shape != "constant"
     if needs_length or (warmup is not None and warmup.unit == "epochs" and steps_per_epoch is None):
         raise DataError(

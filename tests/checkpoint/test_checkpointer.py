@@ -348,3 +348,26 @@ def test_a_rank_that_has_failed_lingers_until_what_it_saved_is_there(trainer):
     one.checkpointer.linger(60)
     assert one.folder.steps() == [1]
     one.checkpointer._in_flight = None  # its outcome was heard
+
+
+def test_a_writer_that_does_not_come_along_is_told_and_given_up(trainer):
+    """By a rank that has failed meanwhile; by one that goes on, it is waited for."""
+    one = trainer()
+    one.train()
+    one.save()
+    writer = one.checkpointer._writer.pid
+    os.kill(writer, signal.SIGSTOP)
+    one.train()
+    one.save(wait=False)
+    one.checkpointer.linger(1.5)
+    told = [event["text"] for event in one.events if event["event"] == "note"]
+    assert told == [
+        "rank 0 has failed; the checkpoint of step 2, from before, is still being written",
+        "the checkpoint of step 2 was given up: it was not written within 2 s",
+    ]
+    waker = threading.Timer(6.0, os.kill, (writer, signal.SIGCONT))
+    waker.start()
+    assert one.checkpointer.wait().step == 2
+    waker.join()
+    told = [event["text"] for event in one.events if event["event"] == "note"][2:]
+    assert told == ["training has waited 5 s for the checkpoint of step 2 to be written"]

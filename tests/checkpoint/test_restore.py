@@ -158,3 +158,31 @@ def test_extra_state_of_modules_and_of_strategies_comes_back(trainer):
     assert one.model[0].seen == 9
     found = read_extra(one.folder.find(), "rank-1.")
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"residual": [0.0, 1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    "before, after, lacking",
+    [
+        (torch.optim.AdamW, lambda ps: torch.optim.AdamW(ps, amsgrad=True), "max_exp_avg_sq"),
+        (torch.optim.RMSprop, lambda ps: torch.optim.RMSprop(ps, centered=True), "grad_avg"),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5), lambda ps: torch.optim.SGD(ps, lr=0.1), ""),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.5), ""),
+        (lambda ps: torch.optim.AdamW(ps, amsgrad=True), torch.optim.AdamW, ""),
+        (torch.optim.Adafactor, lambda ps: torch.optim.Adafactor(ps, lr=0.3), ""),
+    ],
+)
+def test_settings_that_need_state_which_was_not_kept_are_refused(trainer, tmp_path, before, after, lacking):
+    one = trainer()
+    one.optimizer = before(one.model.parameters())
+    one.state = TrainingState(one.model, one.optimizer)
+    one.train(2)
+    one.save()
+    other = trainer(tmp_path / "other")
+    other.optimizer = after(other.model.parameters())
+    other.state = TrainingState(other.model, other.optimizer)
+    if lacking:
+        with pytest.raises(CheckpointError, match=f"with the settings of the spec needs {lacking} of each parameter"):
+            restore(one.folder.find(), other.state)
+    else:
+        restore(one.folder.find(), other.state)
+        other.train()

@@ -4,9 +4,18 @@ import pytest
 
 CODE = """
 import sys
+import torch
+from torch.distributed.tensor import DTensor
 class Metric:
     def update(self, predictions, targets): pass
     def compute(self): return 0.0
+class Whole(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter, DTensor):
+                    raise RuntimeError("knows no shards")
+        super().step()
 class Leaving:
     def __init__(self): sys.exit(0)
 """
@@ -26,8 +35,8 @@ class Leaving:
         ),
         (["optimizer=torch.optim:LBFGS"], ["optimizer: torch.optim:LBFGS cannot make a step: TypeError", "closure"]),
         (
-            ["optimizer={target: torch.optim:Rprop, args: {lr: 1e-2}}", "parallel.strategy=fsdp"],
-            ["optimizer: torch.optim:Rprop", "on parameters that fsdp has sharded: RuntimeError"],
+            ["optimizer={target: own.py:Whole, args: {lr: 1e-2}}", "parallel.strategy=fsdp"],
+            ["optimizer: own.py:Whole", "on parameters that fsdp has sharded: RuntimeError: knows no shards"],
         ),
     ],
     ids=["warm-up-in-steps", "warm-up-in-epochs", "metric", "leaving", "loss", "closure", "sharded"],

@@ -98,3 +98,18 @@ def test_an_epoch_has_as_many_batches_as_it_says(data, n, last):
     assert len(sizes) == grid.batches_per_epoch
     assert set(sizes[:-1]) <= {grid.size}
     assert n - sum(sizes) == (n % grid.size if last == "drop" else 0)
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.sampled_from(["keep", "drop"]), st.integers(0, 5), st.integers(0, 45))
+def test_the_batches_left_are_those_that_come(n, size, last, epoch, offset):
+    """From any place, also one that another batch size or more samples have left behind."""
+    grid = BatchGrid(n, size, 1, last)
+    if grid.batches_per_epoch == 0:
+        return
+    position = grid.settle(Position(epoch=epoch, offset=offset))
+    assert position.epoch == epoch or position.offset == 0
+    counted, left = 0, grid.batches_left(position, 6)
+    while position.epoch < 6:
+        position = grid.advance(position)
+        counted += 1
+    assert counted == left

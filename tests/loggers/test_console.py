@@ -126,6 +126,7 @@ def test_size_and_unit_come_from_the_plan(tmp_path):
 def test_an_unknown_size_comes_from_the_training_event(tmp_path):
     run = Run(tmp_path)
     run.plan_path.write_text(json.dumps({"steps": None}))
+    run.events_path.touch()
     stream = io.StringIO()
     logger = ConsoleLogger(Console(file=stream))
     logger.open(run, resume_step=0)

@@ -30,6 +30,7 @@ def started_by(child, folder, **changes):
     import json
 
     run = Run(folder)
+    run.events_path.touch()
     run.record("attempt_started", attempt=1, **{**json.loads(child.stdout.readline()), **changes})
     return run
 

@@ -16,7 +16,9 @@ from mgpu.runs.liveness import this_process
 def run(tmp_path):
     folder = tmp_path / "gpt-20250102-030405-beef"
     folder.mkdir()
-    return Run(folder)
+    made = Run(folder)
+    made.events_path.touch()
+    return made
 
 
 def test_the_directory_is_laid_out_as_documented(run):
@@ -79,6 +81,7 @@ def test_the_last_step_is_found_at_the_end_of_a_long_file(run):
 
 
 def test_a_damaged_directory_still_answers(run):
+    run.events_path.unlink()
     run.events_path.mkdir()
     run.metrics_path.mkdir()
     run.plan_path.write_text("{")
@@ -133,3 +136,14 @@ def test_the_last_saved_checkpoint_is_the_one_that_was_written_last(run):
     run.record("saved", step=29)  # pruned since
     assert run.last_saved() == 27
     assert run.checkpoint_steps() == [30, 27, 20]
+
+
+def test_a_run_that_is_being_removed_does_not_come_back_by_an_event(run, capfd):
+    run.events_path.unlink()
+    with pytest.raises(FileNotFoundError):
+        run.record("saved", step=3)
+    run.tell("saved", step=4)
+    assert not run.events_path.exists()
+    assert "saved {'step': 4} (no event" in capfd.readouterr().err
+    run.record("created")
+    assert [event["event"] for event in run.events()] == ["created"]

@@ -36,7 +36,7 @@ class Leaving:
         (["optimizer=torch.optim:LBFGS"], ["optimizer: torch.optim:LBFGS cannot make a step: TypeError", "closure"]),
         (
             ["optimizer={target: own.py:Whole, args: {lr: 1e-2}}", "parallel.strategy=fsdp"],
-            ["optimizer: own.py:Whole", "on parameters that fsdp has sharded: RuntimeError: knows no shards"],
+            ["own.py:Whole cannot make a step on parameters that fsdp has sharded: RuntimeError: knows no shards"],
         ),
     ],
     ids=["warm-up-in-steps", "warm-up-in-epochs", "metric", "leaving", "loss", "closure", "sharded"],

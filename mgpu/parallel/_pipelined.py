@@ -246,7 +246,6 @@ class Pipeline:
     def _make_schedule(self, count: int, size: Any) -> Any:
         import torch
         from torch.distributed import pipelining
-        from torch.distributed.pipelining import PipelineStage
 
         assert self.relay is not None and self.schedule.kind is not None
         shapes = self.relay.probe()
@@ -254,20 +253,33 @@ class Pipeline:
         stages = []
         for index, stage in self.module_of.items():
             before = [make(device) for make in shapes.get(index - 1, ())]
-            after = [make(device) for make in shapes.get(index, ())]
+            after = [make(device) for make in shapes[index]]
             stages.append(
-                PipelineStage(
+                _neighbourly(
                     stage,
                     index,
                     self.count,
                     device,
                     input_args=tuple(before) if index else torch.zeros(1, dtype=torch.int64),
-                    output_args=tuple(after) if index < self.count - 1 else torch.zeros((), device=device),
+                    output_args=tuple(after),
                     group=self.group,
                 )
             )
         kind = getattr(pipelining, self.schedule.kind)
         return kind(stages if self.schedule.several else stages[0], count, loss_fn=_as_it_is, scale_grads=False)
+
+
+def _neighbourly(*arguments: Any, **options: Any) -> Any:
+    """A `PipelineStage` that greets no neighbour on its own rank, where a V-shaped schedule turns: gloo cannot do that."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+            return [
+                greeting for greeting in super()._get_init_p2p_neighbors_ops() if greeting.group_peer != self.group_rank
+            ]
+
+    return Stage(*arguments, **options)
 
 
 def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:

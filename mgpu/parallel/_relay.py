@@ -110,7 +110,10 @@ class Relay:
             gradients = self._back_from(stage, gradients, key)
 
     def probe(self) -> dict[int, tuple[Callable[[torch.device], Tensor], ...]]:
-        """What each stage of this rank gets and hands over, from a pass of the first call at hand: makers of examples."""
+        """What each stage of this rank gets and hands over, from a pass of the first call at hand: makers of examples.
+
+        The last stage hands over its loss: a schedule compares it with the example.
+        """
         import torch
 
         pipeline = self.pipeline
@@ -124,8 +127,7 @@ class Relay:
                 if stage in pipeline.own:
                     found[stage - 1] = tuple(map(_maker, given))
                     given = pipeline.pass_stage(stage, given)
-                    if stage < pipeline.count - 1:
-                        found[stage] = tuple(map(_maker, given))
+                    found[stage] = tuple(map(_maker, (given,) if isinstance(given, torch.Tensor) else given))
         del pipeline.sums[sums:]
         return found
 

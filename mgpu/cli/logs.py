@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import time
@@ -51,11 +52,11 @@ def logs(
                 printer.write(block)
             printer.close()
             return
-        log = FollowedLog(found, whose, number, start, pattern)
-        if rank is None and attempt is None and grep is None and since is None:
-            follow_run(found, log)
-        else:
-            follow_log(found, log, attempt)
+        with contextlib.closing(FollowedLog(found, whose, number, start, pattern)) as log:
+            if rank is None and attempt is None and grep is None and since is None:
+                follow_run(found, log)
+            else:
+                follow_log(found, log, attempt)
     except BrokenPipeError:
         sys.stderr.close()  # the reader has what it wanted
     except KeyboardInterrupt:

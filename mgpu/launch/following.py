@@ -101,6 +101,9 @@ class FollowedLog:
     def mute(self) -> None:
         """Only stderr has lost its reader."""
 
+    def close(self) -> None:
+        self._tail.close()
+
 
 def follow_log(run: Run, log: FollowedLog, attempt: int | None) -> None:
     """Print `log` until the run ends; where `attempt` is given, until that attempt does."""

@@ -26,13 +26,14 @@ def print_report(run: Run, attempt: int, code: int | None, console: Console) -> 
     ended = _ended(run)
     state, step = ended.get("state", str(run.state)), run.last_step
     if state == State.COMPLETED:
-        console.print(f"completed  {run.id}  at step {step}" if step else f"completed  {run.id}", style="green")
+        when = f"  at step {step}" if step else ""
+        console.print(f"completed  {run.id}{when}", style="green", markup=False, soft_wrap=True)
         named = shell_reference(run, may_be_latest=True)
         commands = (f"mgpu show {named}", f"mgpu logs {named}", f"mgpu ls{folder_option(run)}")
         console.print("next:  " + "\n       ".join(commands), markup=False, soft_wrap=True)
         return
-    when = [f"after step {step}"] if step else []
-    lines = ["  ".join([str(state), run.id, ", ".join(when + ([] if code is None else [f"exit {code}"]))]).rstrip()]
+    facts = ([f"after step {step}"] if step else []) + ([f"exit {code}"] if code is not None else [])
+    lines = [f"{state}  {run.id}  {', '.join(facts)}".rstrip()]
     if not ended and not has_room(run.path):
         lines[0] += f": how it ended could not be written down ({os.strerror(errno.ENOSPC)})"
         lines.append(f"help   make room where {run.path} lies, then resume")

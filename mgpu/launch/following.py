@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mgpu.loggers.console import ConsoleLogger
 
 _POLL_SECONDS = 0.2
+_LOOKS = 4
+"""As often is the screen brought up to date meanwhile: a resume replaces the metrics, and is seen before it goes on."""
 _END_SECONDS = 10.0
 """A node has left, or begun the next attempt, this long after an attempt has ended; asked where it cannot be seen."""
 
@@ -142,7 +144,9 @@ def follow_run(run: Run, log: FollowedLog) -> None:
                 raise log.failure
             if is_at_end:
                 break
-            time.sleep(_POLL_SECONDS)
+            for _ in range(_LOOKS):
+                time.sleep(_POLL_SECONDS / _LOOKS)
+                screen.show()
     finally:
         screen.close()
     with contextlib.suppress(OSError):  # nobody reads it

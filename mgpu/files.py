@@ -15,6 +15,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write fails with that may succeed later, once there is room again."""
 
 
+_TAIL_BYTES = 1 << 16
+
+
 def has_room(folder: Path) -> bool:
     """Whether its disk takes another block; True where that cannot be known."""
     try:
@@ -135,6 +138,18 @@ class LineTail:
         if self._path.exists():
             status = self._path.stat()
             self._offset, self._inode = status.st_size, status.st_ino
+
+    def skip_to_last(self) -> None:
+        """Leave out what is there already but for the newest line."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            self._inode = status.st_ino
+            stream.seek(max(0, status.st_size - _TAIL_BYTES))
+            begin = stream.tell()
+            whole = stream.read().rpartition(b"\n")[0]
+            self._offset = begin + whole.rfind(b"\n") + 1
 
     def read(self) -> list[dict[str, Any]]:
         if not self._path.exists():

@@ -73,6 +73,19 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
     assert tail.read() == [{"n": 3}]
 
 
+@pytest.mark.parametrize("torn", ["", '{"n"'])
+@pytest.mark.parametrize("count", [0, 1, 2, 20_000])
+def test_a_tail_can_begin_with_the_newest_line(tmp_path, count, torn):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"n": {n}}}\n' for n in range(count)) + torn)
+    tail = LineTail(path)
+    tail.skip_to_last()
+    assert tail.read() == [{"n": n} for n in range(count)][-1:]
+    with path.open("a") as stream:
+        stream.write('{"n": -1}\n'[len(torn) :])
+    assert tail.read() == [{"n": -1}]
+
+
 def test_a_tail_can_leave_out_what_is_there_and_goes_on_after_a_replacement(tmp_path):
     path = tmp_path / "a.jsonl"
     append_line(path, {"n": 1})

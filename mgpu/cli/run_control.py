@@ -25,13 +25,13 @@ def stop(
 ) -> None:
     """Ask a run to save a checkpoint and stop, and wait for it."""
     from mgpu.launch import control
-    from mgpu.runs import RunStore
+    from mgpu.runs import RunStore, shell_reference
 
     found = RunStore(runs_dir).find(run)
     state = control.stop(found, now=now)
     saved = found.last_saved()
     kept = "no checkpoint was written yet" if saved is None else f"saved step {saved}"
-    print(f"{state}  {found.id}: {kept}\ncontinue:  mgpu resume {found.id}", file=sys.stderr)
+    print(f"{state}  {found.id}: {kept}\ncontinue:  mgpu resume {shell_reference(found)}", file=sys.stderr)
 
 
 def rm(

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mgpu.runs.reference import DEFAULT_FOLDER
+
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a field of the spec; repeatable.")
 ]
@@ -16,7 +18,7 @@ DetachOption = Annotated[bool, typer.Option("--detach", help="Return once it run
 JsonOption = Annotated[
     bool, typer.Option("--json", help="On stdout, the outcome as JSON in place of the id (with --dry-run: the plan).")
 ]
-RUNS_DIR = Path("runs")
+RUNS_DIR = DEFAULT_FOLDER
 
 
 def register(app: typer.Typer) -> None:

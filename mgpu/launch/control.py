@@ -11,7 +11,7 @@ from typing import Any
 from mgpu.errors import Refusal
 from mgpu.launch.processes import is_alive, send
 from mgpu.launch.stacks import Stack, collect
-from mgpu.runs import Run, State
+from mgpu.runs import Run, State, shell_reference
 from mgpu.runs.heartbeat import Beat, Board
 from mgpu.spec import load_spec
 
@@ -34,7 +34,8 @@ def stop(run: Run, *, now: bool) -> State:
             return state
         time.sleep(_POLL_SECONDS)
     raise Refusal(
-        f"{run.id} does not stop: its supervisor is process {pid}", hint=f"mgpu stop --now {run.id}, or kill {pid}"
+        f"{run.id} does not stop: its supervisor is process {pid}",
+        hint=f"mgpu stop --now {shell_reference(run)}, or kill {pid}",
     )
 
 
@@ -75,7 +76,7 @@ def _supervisor(run: Run) -> Mapping[str, Any]:
     state = run.state
     supervisor = run.history().supervisor
     if state is not State.RUNNING or supervisor is None:
-        raise Refusal(f"{run.id} is not running: {state}", hint=f"see mgpu show {run.id}")
+        raise Refusal(f"{run.id} is not running: {state}", hint=f"see mgpu show {shell_reference(run)}")
     if supervisor.get("host") != socket.gethostname():
         raise Refusal(f"{run.id} runs on {supervisor.get('host')}", hint="ask there")
     return supervisor

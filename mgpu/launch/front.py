@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import EXIT_SIGNAL_BASE
-from mgpu.files import LineTail, has_room
 from mgpu.launch import stopping
 from mgpu.launch.output import LogTail, TextTail
+from mgpu.launch.screen import Screen, is_script
 from mgpu.runs import Run
 
 if TYPE_CHECKING:
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from mgpu.loggers.console import ConsoleLogger
 
 POLL_SECONDS = 0.05
-_ROOM_SECONDS = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -42,33 +38,21 @@ class Front:
         self.attempt = attempt
         self.detach = detach
         self.say_id = say_id
-        self.metrics = LineTail(run.metrics_path)
-        self.events = LineTail(run.events_path)
-        self.is_script = run.plan().get("size") is None
-        self.output = _Output(run, attempt, self.is_script)
+        self.screen = Screen(run, attempt, _Output(run, attempt, raw=is_script(run)))
+        self.screen.on_start = self._started
         self.node: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
         self._relay = relay
-        self._is_started = self._is_full = False
-        self._look_again = 0.0
+        self._is_started = False
 
-    @functools.cached_property
+    @property
     def console(self) -> Console:
-        """Where people read. Made when first needed: the node is started before Rich is imported."""
-        from rich.console import Console
-
-        return Console(stderr=True, highlight=False, soft_wrap=True)
-
-    @functools.cached_property
-    def display(self) -> ConsoleLogger:
-        from mgpu.loggers.console import ConsoleLogger
-
-        return ConsoleLogger(self.console)
+        """Where people read."""
+        return self.screen.console
 
     def start(self, listener: socket.socket) -> None:
         """Start the node, which starts its spawner; it runs while the rest is prepared."""
-        self.metrics.skip_to_end()
-        self.events.skip_to_end()
+        self.screen.skip_to_end()
         command = [sys.executable, "-m", "mgpu.launch.node", str(self.run.path), str(self.attempt)]
         command.append(str(listener.fileno()))
         held = [listener.fileno()]
@@ -101,20 +85,21 @@ class Front:
     def watch(self, resume_step: int) -> int:
         """Show the run until it ends, or with `detach` until it has begun; its exit code."""
         assert self.node is not None
-        self.display.open(self.run, resume_step=resume_step)
+        self.screen.display.open(self.run, resume_step=resume_step)
         try:
             while self.node.poll() is None:
-                self._show()
+                self.screen.look_for_room()
+                self.screen.show()
                 if self.detach and self._is_started:
                     return 0
                 try:
                     self.node.wait(POLL_SECONDS)
                 except subprocess.TimeoutExpired:
                     continue
-            self._show(at_end=True)
+            self.screen.look_for_room()
+            self.screen.show(at_end=True)
         finally:
-            self._quietly(self.output.finish_line)
-            self._quietly(lambda: self.display.close(str(self.run.state)))
+            self.screen.close()
         code = self.node.returncode
         return EXIT_SIGNAL_BASE - code if code < 0 else code
 
@@ -131,68 +116,10 @@ class Front:
             elif self.node is not None:
                 self.node.send_signal(signum)
 
-    def _show(self, *, at_end: bool = False) -> None:
-        self._quietly(lambda: self._show_all(at_end))
-
-    def _quietly(self, show: Any) -> None:
-        """A terminal that was closed, or a reader that left, is no reason to lose the run: from then on it is silent."""
-        try:
-            show()
-        except OSError:
-            from rich.console import Console
-
-            from mgpu.loggers.console import ConsoleLogger
-
-            self.console = Console(file=open(os.devnull, "w", encoding="utf-8"), quiet=True)  # noqa: SIM115
-            self.display = ConsoleLogger(self.console)
-            self.output.mute()
-
-    def _show_all(self, at_end: bool) -> None:
-        self._look_for_room()
-        self.output.show(self.display, at_end=at_end)
-        for values in self.metrics.read():
-            self.display.log(int(values.get("step", 0)), values)
-        for event in self.events.read():
-            self._tell(event)
-
-    def _look_for_room(self) -> None:
-        """Said here, for on a full disk nobody else can: all that the ranks and the node say goes through files of the run."""
-        now = time.monotonic()
-        if now < self._look_again or not self.run.path.exists():
-            return
-        self._look_again = now + _ROOM_SECONDS
-        is_full = not has_room(self.run.path)
-        if is_full and not self._is_full:
-            text = f"warning: no room is left where {self.run.path} lies ({os.strerror(errno.ENOSPC)}): nothing can be saved"
-            self.display.print_line(f"{text} or logged until there is; training goes on", style="red")
-        self._is_full = is_full
-
-    def _tell(self, event: dict[str, Any]) -> None:
-        kind = event.get("event")
-        if kind == "attempt_started":
-            if not self._is_started and self.say_id:
-                print(self.run.id, flush=True)
-            self._is_started = True
-            self.attempt = event["attempt"]
-            self.output.follow(self.attempt)
-        elif kind == "evaluated":
-            values = {key: value for key, value in event.items() if key not in ("event", "time", "unix", "step")}
-            self.display.evaluated(event["step"], values)
-        elif kind == "note":
-            self.display.print_line(event["text"])
-        elif kind == "stop_asked":
-            more = "; once more to end at once" if event["signal"] == "SIGINT" else ""
-            self.display.print_line(f"{event['signal']}: saving a checkpoint, then stopping{more}")
-        elif kind == "restarting":
-            from mgpu.launch.report import attempt_lines
-
-            self.output.show(self.display, at_end=True)
-            self.output.finish_line()
-            for line in attempt_lines(self.run, self.attempt):
-                self.display.print_line(line, style="red")
-            wait = f" in {event['wait']:.0f} s" if event["wait"] else ""
-            count = f"restart {event['number']} of {event['max']}"
-            self.display.print_line(f"{count}{wait}, from the checkpoint of step {event['from_step']}")
+    def _started(self) -> None:
+        if not self._is_started and self.say_id:
+            print(self.run.id, flush=True)
+        self._is_started = True
 
 
 class _Output:

@@ -9,24 +9,31 @@ from typing import Any
 from rich.console import Console
 
 from mgpu.files import has_room
-from mgpu.runs import Run, State
+from mgpu.runs import Run, State, shell_reference
+from mgpu.runs.reference import folder_option
 
 _LONGEST, _TALLEST, _WIDEST = 2000, 20, 500
 
 
-def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
-    """The result of the newest attempt, from `attempt` on."""
+def print_report(run: Run, attempt: int, code: int | None, console: Console) -> None:
+    """The result of the newest attempt, from `attempt` on. `code` is None where nobody could tell one."""
     if not run.events_path.exists():
-        gone = f"failed  {run.id}  exit {code}\ncause  {run.path} was removed while the run was under way"
+        gone = f"{run.path} was removed"
+        if code is not None:
+            gone = f"failed  {run.id}  exit {code}\ncause  {gone} while the run was under way"
         console.print(gone, style="red", markup=False, soft_wrap=True)
         return
     ended = _ended(run)
     state, step = ended.get("state", str(run.state)), run.last_step
     if state == State.COMPLETED:
-        console.print(f"completed  {run.id}  at step {step}" if step else f"completed  {run.id}", style="green")
-        console.print("next:  mgpu show latest\n       mgpu logs latest\n       mgpu ls")
+        when = f"  at step {step}" if step else ""
+        console.print(f"completed  {run.id}{when}", style="green", markup=False, soft_wrap=True)
+        named = shell_reference(run, may_be_latest=True)
+        commands = (f"mgpu show {named}", f"mgpu logs {named}", f"mgpu ls{folder_option(run)}")
+        console.print("next:  " + "\n       ".join(commands), markup=False, soft_wrap=True)
         return
-    lines = [f"{state}  {run.id}  {_when(step)}exit {code}"]
+    facts = ([f"after step {step}"] if step else []) + ([f"exit {code}"] if code is not None else [])
+    lines = [f"{state}  {run.id}  {', '.join(facts)}".rstrip()]
     if not ended and not has_room(run.path):
         lines[0] += f": how it ended could not be written down ({os.strerror(errno.ENOSPC)})"
         lines.append(f"help   make room where {run.path} lies, then resume")
@@ -39,12 +46,12 @@ def print_report(run: Run, attempt: int, code: int, console: Console) -> None:
         if ended.get("not_restarted"):
             lines.append(f"not restarted: {ended['not_restarted']}")
         from_where = "" if run.last_saved() is not None else "  (from the beginning: no checkpoint was written yet)"
-        lines.append(f"next   {_mend(cause)}mgpu resume {run.id}{from_where}")
+        lines.append(f"next   {_mend(cause)}mgpu resume {shell_reference(run)}{from_where}")
         console.print("\n".join(lines), style="red", markup=False, soft_wrap=True)
         return
     saved = run.last_saved()
     lines.append(f"saved  step {saved}" if saved is not None else "saved  nothing: no checkpoint was written yet")
-    lines.append(f"continue:  mgpu resume {run.id}")
+    lines.append(f"continue:  mgpu resume {shell_reference(run)}")
     console.print("\n".join(lines), markup=False, soft_wrap=True)
 
 

@@ -15,7 +15,7 @@ from mgpu.errors import MgpuError, PlanError, Problem, Refusal, SpecError
 from mgpu.files import write_atomic, write_json
 from mgpu.launch.stopping import SignalRelay
 from mgpu.plan import Plan, listen, make_plan
-from mgpu.runs import Run, RunStore, State
+from mgpu.runs import Run, RunStore, State, shell_reference
 from mgpu.runs.liveness import this_process
 from mgpu.spec import LoadedSpec, load_spec
 from mgpu.topology import Topology
@@ -83,9 +83,10 @@ def resume(
     with _writing_into(run.path), run.held():
         state = run.state
         if state is State.RUNNING:
-            raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
+            raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {shell_reference(run)}")
         if state is State.COMPLETED and not overrides:
-            raise Refusal(f"{run.id} is complete", hint="to train on: mgpu resume RUN --set duration='N steps'")
+            more = f"mgpu resume {shell_reference(run)} --set duration='N steps'"
+            raise Refusal(f"{run.id} is complete", hint=f"to train on: {more}")
         loaded = load_spec(run.spec_path, overrides)
         plan = lay_out(loaded)
         listener = _hold_port(loaded, plan)
@@ -202,7 +203,8 @@ def _follow(
     if as_json:
         print(json.dumps(json_report(run, code), indent=2))
     if detach and code == 0:
-        front.console.print(f"runs on by itself; mgpu logs -f {run.id} · mgpu stop {run.id}", markup=False)
+        named = shell_reference(run)
+        front.console.print(f"runs on by itself; mgpu logs -f {named} · mgpu stop {named}", markup=False)
     else:
         print_report(run, attempt, code, front.console)
     return code

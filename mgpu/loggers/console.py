@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -97,6 +98,17 @@ class ConsoleLogger(Logger):
             else:
                 self._console.file.write(_COLOURS.sub("", clean) + "\n")
                 self._console.file.flush()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Somebody else writes lines to the terminal meanwhile: the live line is taken away, and then put back."""
+        was_live = self._live is not None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        yield
+        if was_live:
+            self._show()
 
     def _begin(self) -> None:
         self._progress = _Progress()

@@ -92,7 +92,9 @@ class RunStore:
         try:
             with run.held():
                 if run.state is State.RUNNING:
-                    raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {run.id}")
+                    from mgpu.runs.reference import shell_reference
+
+                    raise Refusal(f"{run.id} is running", hint=f"stop it first: mgpu stop {shell_reference(run)}")
                 run.path.rename(leaving)
         except FileNotFoundError:
             raise RunNotFound(f"{run.id} is not there any more") from None

@@ -260,3 +260,17 @@ def test_the_live_line_never_wraps(width):
     assert "\n" not in shown
     assert len(shown.replace("\r", "").replace("\x1b[2K", "")) < width
     logger.close("completed")
+
+
+def test_the_live_line_makes_way_for_others_and_comes_back():
+    console, stream = terminal()
+    logger = ConsoleLogger(console, total_steps=10)
+    with logger.aside():
+        console.file.write("before the first step\n")
+    logger.log(1, VALUES)
+    with logger.aside():
+        # Erased: the cursor is shown again at the beginning of an empty line.
+        assert stream.getvalue().endswith("\x1b[2K")
+        console.file.write("from a rank\n")
+    assert "step 1/10" in stream.getvalue().rpartition("from a rank\n")[2]
+    logger.close("completed")

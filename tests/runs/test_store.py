@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mgpu.errors import Refusal, RunNotFound
-from mgpu.runs import Run, RunStore, State
+from mgpu.runs import Run, RunStore, State, shell_reference
 from mgpu.runs import store as store_module
 from mgpu.runs.liveness import this_process
 
@@ -170,7 +170,7 @@ def test_a_running_run_is_not_removed_and_a_lost_one_is(store):
     run.record("attempt_started", attempt=1, **this_process())
     with pytest.raises(Refusal, match="is running") as caught:
         store.remove(run)
-    assert caught.value.hint == f"stop it first: mgpu stop {run.id}"
+    assert caught.value.hint == f"stop it first: mgpu stop {shell_reference(run)}"
     assert run.path.is_dir()
     run.record("attempt_started", attempt=2, **{**this_process(), "boot_id": "0-0-0"})
     store.remove(run)

@@ -92,19 +92,23 @@ class Training:
                 return self._stop(unevaluated=due)
             if due and not self._evaluate():
                 return self._stop(unevaluated=True)
-        self._check_before_save()
         if self.trace is None and self.evaluation is not None:
+            self._check_before_save()
             self.saving.save_last(self.position, unevaluated=True)
             if not self._evaluate():
                 return self._stop(unevaluated=True)
-        self.saving.finish(self.position)
+        self._finish()
         return True
 
     def _stop(self, *, unevaluated: bool) -> bool:
         """The end of a training that is asked to stop; `unevaluated` tells the next attempt where to begin."""
+        self._finish(unevaluated=unevaluated)
+        return False
+
+    def _finish(self, *, unevaluated: bool = False) -> None:
+        """As after an evaluation there may still be a save to wait for, this too is the time of a save."""
         self._check_before_save()
         self.saving.finish(self.position, unevaluated=unevaluated)
-        return False
 
     def _window(self, turn: Turn) -> Window:
         context, seed = self.trainable.context, self.spec.seed

@@ -13,7 +13,8 @@ from mgpu.runs import State
 pytestmark = pytest.mark.slow
 
 TASK = '''
-import os, time
+import os, subprocess, time
+import psutil
 from pathlib import Path
 from toy import Task
 
@@ -38,6 +39,18 @@ class Failing(Task):
     def evaluate(self, model, batch):
         if Path("bad").exists() and os.environ["RANK"] == "1":
             raise ValueError("bad metric")
+        return super().evaluate(model, batch)
+
+
+class Holding(Task):
+    """Rank 0's evaluation stops its checkpoint writer, which goes on 6 seconds later."""
+
+    def evaluate(self, model, batch):
+        if os.environ["RANK"] == "0" and not Path("held").exists():
+            Path("held").touch()
+            (writer,) = [child for child in psutil.Process().children() if child.name() == "mgpu-writer"]
+            subprocess.Popen(["sh", "-c", f"kill -STOP {writer.pid}; sleep 6; kill -CONT {writer.pid}"])
+            time.sleep(0.5)
         return super().evaluate(model, batch)
 
 
@@ -115,6 +128,15 @@ def test_the_checkpoint_of_a_step_whose_evaluation_fails_is_there(judged):
     assert metrics_of_checkpoints(judged, run) == evaluations_of(whole)
 
 
+def test_a_slow_last_save_has_the_time_of_a_save_also_after_the_evaluation(judged):
+    """The watchdog allows 3 seconds for a step or an evaluation, and a minute for a save."""
+    settings = {**EVALUATED, "evaluate__every": "100 steps"}
+    limits = {"watchdog__hang": "3 seconds", "watchdog__start": "60 seconds"}
+    run = judged.train("--set=task=tasks.py:Holding", **settings, **limits)
+    assert run.checkpoint_steps() == [6, 3]
+    assert metrics_of_checkpoints(judged, run)[6] == evaluations_of(run)[6]
+
+
 def test_an_evaluation_that_was_done_is_not_done_again(judged):
     run = judged.train(**EVALUATED)
     assert judged.mgpu("resume", run.id, "--set=duration=9 steps").returncode == 0
@@ -125,7 +147,7 @@ def test_a_task_whose_evaluate_gives_two_values_is_named(judged):
     run = judged.train("--set=task=tasks.py:Short", expect=1, **EVALUATED)
     cause = events_of(run, "attempt_ended")[-1]["cause"]
     told = "Short.evaluate gives 2 values, and must give four: loss_sum, units, predictions, targets"
-    assert told in cause["what"] and "tasks.py:31" in cause["what"]
+    assert told in cause["what"] and "tasks.py:44" in cause["what"]
 
 
 def test_a_stopped_training_is_not_kept_by_an_evaluation_that_is_due(judged):

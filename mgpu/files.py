@@ -13,8 +13,6 @@ from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write fails with that may succeed later, once there is room again."""
-
-
 _TAIL_BYTES = 1 << 16
 
 

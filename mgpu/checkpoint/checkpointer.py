@@ -19,6 +19,7 @@ from mgpu.checkpoint.snapshot import Snapshot
 from mgpu.checkpoint.state import State
 from mgpu.checkpoint.writer import Connect, Exchange, Work, Writer, WriterGone
 from mgpu.errors import CheckpointError
+from mgpu.runs.naming import ending
 
 _LONG_WAIT_SECONDS = 1.0
 _VERY_LONG_WAIT_SECONDS = 5.0
@@ -218,8 +219,7 @@ class Checkpointer:
             return "had ended"
         _, status = os.waitpid(self._writer.pid, 0)
         self._writer = None
-        code = os.waitstatus_to_exitcode(status)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        how = ending(os.waitstatus_to_exitcode(status))
         self._record(
             "note", text=f"the checkpoint writer of rank {self.rank} {how}: rank {self.rank} now writes itself"
         )

@@ -14,7 +14,7 @@ from typing import Any
 from mgpu.files import write_atomic
 from mgpu.launch import memory, stacks
 from mgpu.launch.output import LogKeeper
-from mgpu.launch.processes import descendants_of, end_all, end_groups, is_alive, send, state_of
+from mgpu.launch.processes import STOPPED, descendants_of, end_all, end_groups, is_alive, send, state_of
 from mgpu.launch.spawner_handle import SpawnerGone, SpawnerHandle
 from mgpu.launch.stacks import Stack
 from mgpu.launch.stopping import StopRequest
@@ -137,7 +137,7 @@ class Attempt:
                 if not deadlines:
                     self.evidence.hang = hang_watch.check(self.evidence.beats, self._living(), time.monotonic_ns())
                     if self.evidence.hang is not None:
-                        self.evidence.store_halted = state_of(self.evidence.store) in ("T", "t")
+                        self.evidence.store_halted = state_of(self.evidence.store) in STOPPED
                         return
         except SpawnerGone as gone:
             self.evidence.spawner_gone = gone.message
@@ -251,7 +251,7 @@ class Attempt:
     def _continued(self, found: Mapping[int, Stack]) -> dict[int, Stack]:
         """A rank that was stopped answers only once it is continued. The others are stopped first, so that nothing that is
         to be judged goes on; all of them are about to be ended anyway."""
-        halted = {rank: self.board.read(rank) for rank, stack in found.items() if stack.state in ("T", "t")}
+        halted = {rank: self.board.read(rank) for rank, stack in found.items() if stack.state in STOPPED}
         if not halted:
             return {}
         for rank, stack in found.items():

@@ -64,12 +64,10 @@ def stacks(run: Run) -> dict[int, Stack]:
 def live_beats(run: Run) -> Mapping[int, Beat]:
     """Where each live rank of a run stands; empty where that cannot be read from here, and between attempts."""
     started = run.history().supervisor
-    is_here = (
-        started is not None and started["event"] == "attempt_started" and started.get("host") == socket.gethostname()
-    )
-    board = Board.of(started) if is_here and started is not None else None
-    beats = {} if board is None else board.all()
-    return {rank: beat for rank, beat in beats.items() if beat.pid and is_alive(beat.pid)}
+    if started is None or started["event"] != "attempt_started" or started.get("host") != socket.gethostname():
+        return {}
+    board = Board.of(started)
+    return {} if board is None else {r: beat for r, beat in board.all().items() if beat.pid and is_alive(beat.pid)}
 
 
 def _supervisor(run: Run) -> Mapping[str, Any]:

@@ -29,9 +29,11 @@ from mgpu.files import FULL
 from mgpu.launch import memory
 from mgpu.launch.attempt import Evidence, Exit
 from mgpu.launch.output import written
+from mgpu.launch.processes import STOPPED
 from mgpu.launch.watchdog import odd_rank
 from mgpu.runs import Run
 from mgpu.runs.heartbeat import Ended
+from mgpu.runs.naming import ending
 
 _TAIL_BYTES = 1 << 16
 _FATAL = "Fatal Python error:"
@@ -154,8 +156,7 @@ class _Judge:
     def _of_store(self, code: int) -> Cause:
         """Without it ranks would wait for each other until the watchdog comes."""
         pid = self.evidence.store
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        what = f"the process that holds the run's store ({pid}) {how}"
+        what = f"the process that holds the run's store ({pid}) {ending(code)}"
         cause = self._cause("killed", None, EXIT_SIGNAL_BASE - code if code < 0 else code or EXIT_FAILED, what)
         why = memory.explanation(pid, self.evidence.memory_before, 0) if code == -signal.SIGKILL else ""
         return dataclasses.replace(cause, details=(why,) if why else ())
@@ -197,8 +198,7 @@ class _Judge:
         if gone.code > 0:
             cause = self._cause("exit", rank, gone.code, f"exited with code {gone.code}", step=step)
             return dataclasses.replace(cause, victims=victims, details=self._last_words(rank))
-        name = signal.Signals(-gone.code).name
-        cause = self._cause("killed", rank, EXIT_SIGNAL_BASE - gone.code, f"was killed by {name}", step=step)
+        cause = self._cause("killed", rank, EXIT_SIGNAL_BASE - gone.code, ending(gone.code), step=step)
         place, details, advice = "", self._last_words(rank), ""
         if gone.code == -signal.SIGKILL:
             why = memory.explanation(pid, self.evidence.memory_before, gone.peak_bytes)
@@ -234,7 +234,7 @@ class _Judge:
         rank = absent[0]
         stack, step = self.evidence.stacks[rank], self.evidence.beats[rank].step
         where = f" in step {step}" if step else ""
-        halted = ", it is stopped by a signal (SIGSTOP)" if stack.state in ("T", "t") else ""
+        halted = ", it is stopped by a signal (SIGSTOP)" if stack.state in STOPPED else ""
         what = f"did not come to the collective that rank {echo['rank']} waited in{where}{halted}"
         cause = self._cause("missing", rank, EXIT_HUNG, what, place=stack.place, step=step)
         return dataclasses.replace(

@@ -12,6 +12,8 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _DEAD = "ZXx"
+STOPPED = ("T", "t")
+"""The states of a process that a signal or a debugger has stopped."""
 _POLL_SECONDS = 0.005
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from mgpu.errors import MgpuError
 from mgpu.launch import stopping
 from mgpu.launch.link import Link, Message
+from mgpu.runs.naming import ending
 
 
 class SpawnerGone(MgpuError):
@@ -96,8 +96,7 @@ class SpawnerHandle:
             message = self._link.receive(timeout)
         except (EOFError, ConnectionError):
             code = self.process.wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            raise SpawnerGone(f"the process that ranks are forked from {how}") from None
+            raise SpawnerGone(f"the process that ranks are forked from {ending(code)}") from None
         if message is not None and message["kind"] == "asked":
             self.when_asked(message["signum"])
             return None

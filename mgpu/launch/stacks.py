@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mgpu import frames
 from mgpu.frames import Frame
-from mgpu.launch.processes import children_of, send_to_main_thread, state_of
+from mgpu.launch.processes import STOPPED, children_of, send_to_main_thread, state_of
 from mgpu.runs.heartbeat import Beat
 from mgpu.runs.naming import words_for
 from mgpu.runs.requests import STACKS_SIGNAL, catches
@@ -106,7 +106,7 @@ def _ask(asked: Mapping[int, tuple[int, Beat]], seconds: float, wake: bool) -> d
         path = f"/proc/{pid}/fd/{beat.stacks}"
         try:
             before = os.stat(path).st_size
-            if not catches(pid, STACKS_SIGNAL) or (state_of(pid) in ("T", "t") and not wake):
+            if not catches(pid, STACKS_SIGNAL) or (state_of(pid) in STOPPED and not wake):
                 continue
             send_to_main_thread(pid, STACKS_SIGNAL)
             if wake:
@@ -151,6 +151,6 @@ def _main_thread(text: str) -> tuple[Frame, ...]:
 
 
 def _silent(stack: Stack) -> str:
-    if stack.state in ("T", "t"):
+    if stack.state in STOPPED:
         return "stopped by a signal (SIGSTOP): it cannot answer until it is continued"
     return f"no answer (process state {stack.state or 'gone'})"

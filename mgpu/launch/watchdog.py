@@ -7,13 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mgpu import frames
+from mgpu.launch.processes import STOPPED
 from mgpu.launch.stacks import Stack
 from mgpu.runs.heartbeat import Beat, Phase
 from mgpu.spec.models import Watchdog
 
 _SLOW_PHASES = (Phase.STARTING, Phase.FIRST_STEP, Phase.SAVING, Phase.ENDING)
 _NANO = 1_000_000_000
-_STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Odd:
 def odd_rank(beats: Mapping[int, Beat], stacks: Mapping[int, Stack], numbers: Mapping[int, int]) -> Odd:
     """Who is in a different place. `numbers` are the ranks' newest collectives, by the flight recorder, where known."""
     for rank, stack in sorted(stacks.items()):
-        if stack.state in _STOPPED:
+        if stack.state in STOPPED:
             return Odd(rank, "is stopped by a signal (SIGSTOP)", stack.place)
     for rank, stack in sorted(stacks.items()):
         is_saving = beats[rank].phase is Phase.SAVING
         for child in stack.children:
             is_waited_for = {"loader process": stack.in_loader, "checkpoint writer": is_saving}.get(child.what, False)
-            if is_waited_for and child.state in _STOPPED:
+            if is_waited_for and child.state in STOPPED:
                 what = f"waits for its {child.what} {child.pid}, which is stopped by a signal"
                 return Odd(rank, what, stack.place)
     outside = [rank for rank, stack in sorted(stacks.items()) if not stack.in_collective]

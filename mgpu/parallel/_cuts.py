@@ -76,9 +76,8 @@ def _has_state(module: nn.Module) -> bool:
 def places_to_cut(model: nn.Module, stages: int) -> list[str]:
     """Names of the modules that a stage may begin with, in order; PlanError where there are too few of them.
 
-    They are the repeated blocks of a model that is a stack, the layers of its lists otherwise.
-
-    What is defined before the first of them always belongs to the first stage.
+    They are the repeated blocks of a model that is a stack, the layers of its lists otherwise. What is defined before the
+    first of them always belongs to the first stage.
     """
     names = list(repeated_blocks(model)) or list(_members(model, ""))
     if len(names) < stages:

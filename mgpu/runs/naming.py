@@ -1,8 +1,9 @@
-"""The names by which the helper processes of a run are told apart: in `ps` and `top`, and when one of them is in the way."""
+"""What the processes of a run are called, in `ps` and `top` and to people, and how they ended."""
 
 from __future__ import annotations
 
 import ctypes
+import signal
 from pathlib import Path
 
 STORE = "mgpu-store"
@@ -24,3 +25,13 @@ def words_for(pid: int) -> str:
     except OSError:
         name = ""
     return _WORDS.get(name, "child process")
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its exit code, or by a signal as a negative one."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal: most have no name
+        return f"was killed by signal {-code}"

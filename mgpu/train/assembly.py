@@ -74,23 +74,21 @@ def assemble(spec: RunSpec, seat: Seat) -> Training:
         checkpointer.started_from(position.step)
     position = sources.grid.settle(position)
     epochs = spec.duration.count if spec.duration.unit == "epochs" and not spec.trace else None
-    device = _device(seat)
-    feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), _warn(seat))
+    device, warn = _device(seat), _warn(seat)
+    feed = sources.feed(position, epochs, Agreement(seat.replica, plan.replicas, plan.world, device), warn)
     evaluation = sources.evaluation_feed(seat.replica, plan.replicas, device)
     _join(seat, device)
     strategy = make_strategy(spec)
     context = _context(spec, seat, strategy, device, feed)
     trace = Trace(run.path / "trace", seat.rank, spec.trace.steps) if spec.trace else None
     trainable = _lay_out(spec, strategy, context, trace)
-    for note in trainable.notes:
-        _warn(seat)(note)
     optimizer = _optimizer(spec.optimizer, trainable)
     state = TrainingState(trainable.model, optimizer, is_whole=trainable.owned is None, aliases=trainable.aliases)
     mine = f"rank-{seat.rank}."
-    _begin(start, state, strategy, trainable, mine, seat)
+    notes = _begin(start, state, strategy, trainable, mine)
     order = {"samples": sources.samples, "seed": spec.seed}
-    for note in changes_of_order(start, order):
-        _warn(seat)(note)
+    for note in (*trainable.notes, *notes, *changes_of_order(start, order)):
+        warn(note)
     parameters = count_parameters(trainable)
     total = sources.total_steps(position)
     return Training(
@@ -159,24 +157,23 @@ def _lay_out(spec: RunSpec, strategy: Strategy, context: Context, trace: Trace |
     return strategy.build(strategy.materialize(make, context), trace.listen(task) if trace else task, context)
 
 
-def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Trainable, mine: str, seat: Seat) -> None:
-    """Load what the training starts from; what differs from the spec in force is told. `mine`: names of this rank's extras."""
+def _begin(start: Start, state: TrainingState, strategy: Strategy, trainable: Trainable, mine: str) -> list[str]:
+    """Load what the training starts from; returns what differs from the spec in force. `mine`: names of this rank's extras."""
     if start.weights is not None:
         load_weights(start.weights, state.model, state.aliases, is_whole=state.is_whole)
     if start.checkpoint is None:
-        return
+        return []
     notes = restore(start.checkpoint, state)
     strategy.load_state(trainable, read_extra(start.checkpoint, mine))
     scaler = trainable.context.scaler
     if scaler is not None and start.checkpoint.data.get("scaler"):
         scaler.load_state_dict(start.checkpoint.data["scaler"])
-    for note in notes if seat.rank == 0 else ():
-        seat.run.tell("note", text=note)
+    return notes
 
 
 def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device, feed: Feed) -> Context:
     assert spec.batch and spec.optimizer
-    optimizer, dtype = spec.optimizer, torch.float64 if spec.precision == "fp64" else None
+    optimizer = spec.optimizer
     context = Context(
         rank=seat.rank,
         world=seat.plan.world,
@@ -191,7 +188,7 @@ def _context(spec: RunSpec, seat: Seat, strategy: Strategy, device: torch.device
         compile=spec.compile,
         activation_checkpointing=spec.activation_checkpointing,
         exact=spec.numerics == "exact",
-        example=lambda: to_device(feed.first(), device, dtype),
+        example=lambda: to_device(feed.first(), device, context.dtype),
         optimizer=lambda parameters: build(optimizer, parameters, key=("optimizer",)),
         folder=seat.run.path,
     )

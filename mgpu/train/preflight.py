@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mgpu.checkpoint.weights import find_weights
 from mgpu.data.sampling import why_not_layout_free
@@ -133,6 +132,8 @@ def _fault_of(target: Target, parameter: torch.nn.Parameter) -> str:
 @contextlib.contextmanager
 def _pretended_peer() -> Iterator[DeviceMesh]:
     """A mesh of two ranks, of which the other is only pretended: it answers nothing and is waited for by nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # with it comes the backend `fake`
+
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))

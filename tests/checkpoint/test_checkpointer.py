@@ -178,7 +178,7 @@ def test_a_writer_that_was_killed_costs_its_save_and_no_more(trainer):
     one.train()
     assert one.save().error == ""
     assert one.folder.find().step == 2
-    assert any("killed by signal 9" in event.get("text", "") for event in one.events)
+    assert any("was killed by SIGKILL: rank 0" in event.get("text", "") for event in one.events)
 
 
 def test_the_writer_is_deaf_to_the_signals_that_stop_a_rank(trainer):

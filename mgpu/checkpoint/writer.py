@@ -8,12 +8,10 @@ through the training's process group.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import multiprocessing
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -28,10 +26,9 @@ from mgpu.checkpoint.layout import Layout
 from mgpu.checkpoint.publish import Measured, Order, Outcome, Publisher
 from mgpu.checkpoint.shard import Part, first_error, write_part
 from mgpu.checkpoint.snapshot import SharedMemory
+from mgpu.runs.helpers import be_deaf_to_stops, die_with_parent, stops_held_back
 from mgpu.runs.naming import WRITER, name_process
-from mgpu.runs.requests import STOP_SIGNALS
 
-PR_SET_PDEATHSIG = 1
 _NICENESS = 10
 _POLL_SECONDS = (0.002, 0.05)
 
@@ -145,12 +142,11 @@ class Writer:
         """Fork. To be called while the process has no threads."""
         parent = os.getpid()
         self._end, theirs = multiprocessing.Pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the child ignores them
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._end.close()
-            _live(theirs, work, parent)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with stops_held_back():
+            self.pid = os.fork()
+            if self.pid == 0:
+                self._end.close()
+                _live(theirs, work, parent)
         theirs.close()
 
     def lay_out(self, layout: Layout, memory: SharedMemory) -> None:
@@ -195,14 +191,11 @@ class _Conversation:
 def _live(orders: Connection, work: Work, parent: int) -> None:
     """The body of the writer's process; never returns."""
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(parent)
         name_process(WRITER)
-        for signum in STOP_SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        if os.getppid() == parent:
-            os.nice(_NICENESS)  # where cores are short, training comes first
-            _serve(orders, work)
+        be_deaf_to_stops()
+        os.nice(_NICENESS)  # where cores are short, training comes first
+        _serve(orders, work)
     except BaseException:  # whatever it is, this process is not the rank it was forked from
         traceback.print_exc()
         os._exit(1)

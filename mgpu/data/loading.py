@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import faulthandler
-import signal
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,9 @@ from torch.utils.data._utils import signal_handling
 from mgpu.data.position import BatchGrid, Position
 from mgpu.data.sampling import SampleOrder
 from mgpu.data.seeding import sample_seed, seed_everything
-from mgpu.runs.requests import STOP_SIGNALS
+from mgpu.runs.helpers import be_deaf_to_stops, die_with_parent, stops_held_back
 
 Key = tuple[int, int]
-PR_SET_PDEATHSIG = 1
 
 
 class SeededSamples(Dataset[Any]):
@@ -84,22 +83,41 @@ class Course(Sampler[list[Key]]):
         return self.order.samples(position.epoch, *self.grid.micro_batches(position.offset)[index])
 
 
+class Loader(DataLoader[Any]):
+    """A DataLoader whose processes are there until their work is done, and end when the rank does."""
+
+    def __iter__(self) -> Any:
+        with stops_held_back():
+            batches = super().__iter__()
+        if self.num_workers:
+            _open.add(batches)
+        return batches
+
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register  # so before multiprocessing waits for its children, whom its SIGTERM does not end
+def _close_loaders() -> None:
+    for batches in list(_open):
+        batches._shutdown_workers()
+
+
 def _start_loader(_worker: int) -> None:
     """A loader dies with its rank, at once, and leaves the stopping to it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     # torch's handlers of a crash, which hint at too little shared memory, have taken the place of those that tell the line.
     faulthandler.disable()
     signal_handling._set_worker_signal_handlers()
     faulthandler.enable(file=2)
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+    be_deaf_to_stops()
 
 
 def make_loader(
     samples: Any, keys: Sampler[list[Key]], seed: int, *, workers: int, start: str, collate: Any, pin: bool
 ) -> DataLoader[Any]:
     """A loader that yields one batch for each list of keys."""
-    return DataLoader(
+    return Loader(
         SeededSamples(samples, seed),
         batch_sampler=keys,
         num_workers=workers,
@@ -112,7 +130,7 @@ def make_loader(
 
 def make_stream_loader(stream: IterableDataset[Any], *, workers: int, start: str, pin: bool) -> DataLoader[Any]:
     """A loader that passes on what `stream` makes, which is whole batches already."""
-    return DataLoader(
+    return Loader(
         stream,
         batch_size=None,
         num_workers=workers,

@@ -9,19 +9,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _DEAD = "ZXx"
 STOPPED = ("T", "t")
 """The states of a process that a signal or a debugger has stopped."""
 _POLL_SECONDS = 0.005
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process once the thread that made it is gone. `parent` is who that was."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(os.EX_UNAVAILABLE)
 
 
 def adopt_orphans() -> None:

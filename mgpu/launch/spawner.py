@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 
 from mgpu.launch import stopping
 from mgpu.launch.link import Link, Message
-from mgpu.launch.processes import adopt_orphans, die_with_parent, end_groups, end_tree
+from mgpu.launch.processes import adopt_orphans, end_groups, end_tree
 from mgpu.plan.plan import listen
+from mgpu.runs.helpers import be_deaf_to_stops, die_with_parent
 from mgpu.runs.naming import STORE, name_process
-from mgpu.runs.requests import STOP_SIGNALS
 
 
 class Spawner:
@@ -193,9 +193,7 @@ def _store(listener: int, port: int) -> None:
     from torch.distributed import TCPStore
 
     name_process(STORE)
-    for signum in STOP_SIGNALS:  # it outlives the ranks, which still need it to stop
-        signal.signal(signum, signal.SIG_IGN)
-    stopping.unblock()
+    be_deaf_to_stops()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
     while store is not None:
         signal.pause()

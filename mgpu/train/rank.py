@@ -209,9 +209,15 @@ def _listen_for_stop(stop: StopVote, heart: Heart, preempt: signal.Signals) -> N
         stop.asked = True
         heart.set("asked", signum)
 
+    def forget() -> None:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is ask:
+                signal.signal(signum, signal.SIG_DFL)
+
     for signum in (signal.SIGTERM, signal.SIGHUP, preempt):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, ask)
+    os.register_at_fork(after_in_child=forget)  # a process that user code forks and ends is none of the run's business
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _hear_stop_signals()
 

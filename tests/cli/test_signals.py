@@ -97,3 +97,39 @@ def test_a_run_without_its_plan_can_be_resumed(bench):
     run.plan_path.unlink()
     done = bench.mgpu("resume", run.id, "--set=duration=8 steps")
     assert (done.returncode, run.last_step) == (0, 8), done.stderr
+
+
+POOLS = """\
+import multiprocessing
+import os
+import signal
+import time
+
+from toy import Task as Plain
+
+
+class Task(Plain):
+    '''Keeps a helper process of its own, and ends one in every pass, as a pool does.'''
+
+    def __init__(self):
+        super().__init__()
+        self.context = multiprocessing.get_context("fork")
+        self.kept = self.context.Process(target=time.sleep, args=(300,), daemon=True)
+        self.kept.start()
+
+    def loss(self, model, batch):
+        passing = self.context.Process(target=time.sleep, args=(300,), daemon=True)
+        passing.start()
+        passing.terminate()
+        passing.join()
+        assert passing.exitcode == -signal.SIGTERM
+        return super().loss(model, batch)
+"""
+
+
+def test_processes_that_user_code_forks_and_ends_are_none_of_the_runs_business(bench):
+    (bench.folder / "pools.py").write_text(POOLS)
+    run = bench.train(task="pools.py:Task", duration="6 steps", evaluate={"every": "2 steps"}, data__eval="toy.py:Data")
+    assert (run.state, run.last_step) == (State.COMPLETED, 6)
+    assert events_of(run, "attempt_ended")[0]["exit_code"] == 0
+    assert_nothing_left(run)

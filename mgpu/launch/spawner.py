@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from mgpu.launch import stopping
 from mgpu.launch.link import Link, Message
@@ -158,15 +158,14 @@ class Spawner:
 
     def _check(self, path: str) -> list[dict[str, Any]]:
         """Run the preflight in a fork, so that user code never runs in the process that ranks come from."""
-        read, write = os.pipe2(os.O_CLOEXEC)
-        pid = self._fork(own_group=True)
-        if pid == 0:
-            _run(lambda: _preflight(path, write))
-        os.close(write)
-        with os.fdopen(read, "rb") as stream:
-            told = stream.read()
-        _, status = os.waitpid(pid, 0)
-        end_groups([pid])
+        with os.fdopen(os.memfd_create("mgpu-preflight"), "r+b") as sheet:  # a pipe ends with all that user code forks
+            pid = self._fork(own_group=True)
+            if pid == 0:
+                _run(lambda: _preflight(path, sheet))
+            _, status = os.waitpid(pid, 0)
+            end_groups([pid])
+            sheet.seek(0)
+            told = sheet.read()
         if told:
             faults: list[dict[str, Any]] = json.loads(told)
             return faults
@@ -199,7 +198,7 @@ def _store(listener: int, port: int) -> None:
         signal.pause()
 
 
-def _preflight(path: str, write: int) -> None:
+def _preflight(path: str, sheet: IO[bytes]) -> None:
     from pathlib import Path
 
     from mgpu.plan import Plan
@@ -212,8 +211,8 @@ def _preflight(path: str, write: int) -> None:
     run = Run(Path(path))
     plan = Plan.from_json(json.loads(run.plan_path.read_text()))
     faults = json.dumps(preflight(load_spec(run.spec_path).spec, plan, run.path.parent)).encode()
-    with os.fdopen(write, "wb") as stream:
-        stream.write(faults)
+    sheet.write(faults)
+    sheet.flush()
 
 
 def main(control: int, listener: int, board: int, is_script: bool) -> None:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -209,17 +210,31 @@ def _listen_for_stop(stop: StopVote, heart: Heart, preempt: signal.Signals) -> N
         stop.asked = True
         heart.set("asked", signum)
 
-    def forget() -> None:
-        for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) is ask:
-                signal.signal(signum, signal.SIG_DFL)
-
     for signum in (signal.SIGTERM, signal.SIGHUP, preempt):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, ask)
-    os.register_at_fork(after_in_child=forget)  # a process that user code forks and ends is none of the run's business
+    _keep_to_this_process(ask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _hear_stop_signals()
+
+
+def _keep_to_this_process(handler: Callable[[int, FrameType | None], None]) -> None:
+    """A signal to a process that user code forks, and ends, is none of the run's business, from its first moment on."""
+    before: list[set[int]] = []
+
+    def hold() -> None:
+        before.append(signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS))
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.pop())
+
+    def forget() -> None:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is handler:
+                signal.signal(signum, signal.SIG_DFL)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=forget)
 
 
 def _hear_stop_signals() -> None:

@@ -7,6 +7,7 @@ import faulthandler
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ class Loader(DataLoader[Any]):
     """A DataLoader whose processes are there until their work is done, and end when the rank does."""
 
     def __iter__(self) -> Any:
+        if self.num_workers and self.multiprocessing_context.get_start_method() != "fork":
+            resource_tracker.ensure_running()  # its start would let the signals through
         with stops_held_back():
             batches = super().__iter__()
         if self.num_workers:

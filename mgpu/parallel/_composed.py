@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from mgpu.errors import PlanError
-from mgpu.parallel._gradients import align, clip_whole, local_gradients, multiply, sum_over
+from mgpu.errors import PlanError, TaskError
+from mgpu.parallel._calls import PlainLoss
+from mgpu.parallel._composing import check_heads, check_sharding, check_stages
+from mgpu.parallel._gradients import align, clip_whole, forget_unused, local_gradients, multiply, sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._running import RunningStatistics, Unchanged
 from mgpu.parallel._tensor_loss import WholeLoss, loss_context
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from mgpu.parallel._participation import Participation
     from mgpu.parallel._pipelined import Pipeline
     from mgpu.parallel._sharded import Sharding
     from mgpu.parallel._tensor_plans import TensorSplit
@@ -68,6 +71,42 @@ class Composed(Trainable):
     holders: Mapping[str, int] | None = None
     apart: frozenset[str] = frozenset()
     """Parameters that each tensor peer uses on its part of the heads."""
+    everywhere: tuple[str, ...] = ()
+    """The names of all parameters of the whole model."""
+
+    @property
+    def listener(self) -> Participation | None:
+        """Tells who uses what, where parameters are sharded."""
+        return self.sharding.participation if self.sharding is not None else None
+
+    def marks(self) -> Tensor | None:
+        """What ranks that share parameters tell each other: which of all parameters this one used, and in which order."""
+        import torch
+
+        listener = self.listener
+        if listener is None:
+            return None
+        used = {name for name, parameter in self.named_parameters.items() if listener.has_used(parameter)}
+        orders = [0.0] * (2 * self.degrees.pipeline)
+        stage = self.context.rank // self.degrees.tensor % self.degrees.pipeline
+        orders[2 * stage : 2 * stage + 2] = [float(listener.order), float(listener.order) ** 2]
+        told = [*orders, *(float(name in used) for name in self.everywhere)]
+        return torch.tensor(told, dtype=torch.float64).to(self.context.device, non_blocking=True)
+
+    def forget_unused(self, marks: Tensor | None) -> None:
+        """No gradient for sharded parameters that nobody used."""
+        listener = self.listener
+        if listener is None or marks is None:
+            return
+        whole = {id(parameter) for parameter in self.sharding.scalars} if self.sharding is not None else set()
+        unused = {
+            name: parameter
+            for name, parameter in self.named_parameters.items()
+            if parameter.grad is not None and not listener.has_used(parameter) and id(parameter) not in whole
+        }
+        if unused:  # else there is no need to wait for the device
+            places = {name: 2 * self.degrees.pipeline + place for place, name in enumerate(self.everywhere)}
+            forget_unused(list(unused.values()), marks[[places[name] for name in unused]])
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -140,11 +179,11 @@ class ComposedStrategy(Strategy):
             notes += (*check_schedule(schedule, layout.counts, degrees.pipeline, stages["chunks"]), _DROPOUT)
             if isinstance(stages["split"], str):
                 notes += (announced(measures_of(stages["split"], layout.device)),)
-            _check_stages(layout, schedule.name, schedule.several, stages, degrees)
+            check_stages(layout, schedule.name, schedule.several, stages, degrees)
         if sharding is not None:
-            _check_sharding(layout, sharding, degrees)
+            check_sharding(layout, sharding, degrees)
         if split is not None and degrees.tensor > 1:
-            _check_heads(layout, degrees.tensor)
+            check_heads(layout, degrees.tensor)
             notes += (_DROPOUT,)
             if layout.spec.precision == "fp16":
                 raise PlanError(
@@ -191,6 +230,7 @@ class ComposedStrategy(Strategy):
 
         degrees = self.degrees(context.world)
         sizes = degrees.sizes()
+        everywhere = tuple(name for name, _ in model.named_parameters())
         mesh = None
         if sizes:
             mesh = init_device_mesh(context.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -220,7 +260,7 @@ class ComposedStrategy(Strategy):
         trainable = Composed(
             model=model,
             module=model,
-            task=WholeLoss(task) if parallel_loss else task,
+            task=WholeLoss(task) if parallel_loss else PlainLoss(task) if sizes and pipeline is None else task,
             context=context,
             lockstep=degrees.shard > 1,
             counts=context.rank % (degrees.pipeline * degrees.tensor) == 0,
@@ -231,7 +271,8 @@ class ComposedStrategy(Strategy):
             sharding=sharding,
             loss_parallel=parallel_loss,
             holders=_holders(owned, degrees, pipeline),
-            notes=(pipeline.note,) if pipeline is not None and pipeline.note else (),
+            notes=tuple(part.note for part in (pipeline, sharding) if part is not None and part.note),
+            everywhere=everywhere,
             apart=split.apart(model) if split is not None and degrees.tensor > 1 else frozenset(),
         )
         if pipeline is not None:
@@ -242,11 +283,13 @@ class ComposedStrategy(Strategy):
         assert isinstance(trainable, Composed)
         context, degrees, pipeline = trainable.context, trainable.degrees, trainable.pipeline
         data = trainable.group("replicate", "shard")
+        if trainable.listener is not None:
+            trainable.listener.begin()
         with RunningStatistics(trainable.model, window.counts, context.replica, data):
             sums = self._passes(trainable, window) if pipeline is None else pipeline.run(trainable, window)
         if pipeline is None and not trainable.counts:
             sums = sums * 0
-        totals = agree(context, sums)
+        totals = agree(context, sums, trainable.marks())
         if degrees.tensor > 1:
             align(trainable.parameters)
             group = trainable.group("tensor")
@@ -254,10 +297,27 @@ class ComposedStrategy(Strategy):
             self.peers_compared = True
         if degrees.replicate > 1 and degrees.shard == 1:
             sum_over(trainable.group("replicate"), trainable.parameters)
+        if trainable.sharding is not None and trainable.sharding.scalars:
+            sum_over(data, [scalar for scalar in trainable.sharding.scalars if scalar.requires_grad])
+        trainable.forget_unused(totals.marks)
         if pipeline is not None:
             pipeline.sum_tied()
         multiply(local_gradients(trainable.parameters), 1.0 / (totals.units * context.loss_scale))
         return totals
+
+    def confirm(self, trainable: Trainable, totals: StepLoss) -> None:
+        assert isinstance(trainable, Composed)
+        if trainable.listener is None or totals.marks is None:
+            return
+        degrees = trainable.degrees
+        for total, squares in totals.marks[: 2 * degrees.pipeline].view(-1, 2).tolist():
+            if squares * (degrees.world // degrees.pipeline) != total**2:  # whole numbers, of which float64 has enough
+                raise TaskError(
+                    "the ranks went through the model's blocks in different orders in one step, by their data or by chance: "
+                    "each gathers blocks from the others as it comes to them",
+                    hint="write parallel.wrap: whole, which gathers the model at once, or strategy: ddp with "
+                    "unused_parameters: true",
+                )
 
     def _passes(self, trainable: Composed, window: Window) -> Tensor:
         import contextlib
@@ -322,60 +382,3 @@ def degree_product(name: str, degrees: Mapping[str, int], world: int) -> None:
             key=("parallel",),
             hint=f"the degrees of {name} multiply to the number of devices",
         )
-
-
-HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "num_key_value_heads")
-
-
-def _check_heads(layout: Layout, degree: int) -> None:
-    """Numbers of heads that the spec itself tells, down to nested arguments."""
-
-    def walk(value: Any, key: tuple[str | int, ...]) -> None:
-        for name, inner in value.items() if isinstance(value, dict) else ():
-            if name in HEADS and isinstance(inner, int) and inner % degree:
-                raise PlanError(
-                    f"{inner} heads do not divide by the tensor degree {degree}",
-                    key=(*key, name),
-                    hint=f"write a multiple of {degree}, or a degree that divides {inner}",
-                )
-            walk(inner, (*key, name))
-
-    walk(layout.spec.model.args if layout.spec.model else {}, ("model", "args"))
-
-
-def _check_stages(layout: Layout, schedule: str, several: bool, stages: dict[str, Any], degrees: Degrees) -> None:
-    from mgpu.parallel._schedules import SCHEDULES
-
-    count = SCHEDULES[schedule].stages(degrees.pipeline, stages["chunks"])
-    split = stages["split"]
-    if not isinstance(split, str) and len(split) != count - 1:
-        raise PlanError(
-            f"{len(split)} split points make {len(split) + 1} stages, schedule {schedule} on {degrees.pipeline} ranks has "
-            f"{count}",
-            key=("parallel", "split"),
-            hint=f"name {count - 1} modules",
-        )
-    if layout.spec.compile and SCHEDULES[schedule].splits_backward:
-        raise PlanError(
-            f"compile does not compose with schedule {schedule}: it works out the gradients of inputs and weights apart, "
-            "which a compiled backward pass cannot",
-            key=("compile",),
-            hint="write schedule: 1f1b, or compile: false",
-        )
-    if layout.spec.activation_checkpointing != "none" and SCHEDULES[schedule].splits_backward:
-        raise PlanError(
-            f"activation checkpointing does not compose with schedule {schedule}, which goes backward twice",
-            key=("activation_checkpointing",),
-            hint="write schedule: 1f1b, or activation_checkpointing: none",
-        )
-
-
-def _check_sharding(layout: Layout, sharding: Sharding, degrees: Degrees) -> None:
-    if sharding.offload and layout.device == "cpu":
-        raise PlanError(
-            "offload keeps shards in host memory, and the devices are CPUs",
-            key=("parallel", "offload"),
-            hint="leave it out",
-        )
-    if sharding.on_meta and (degrees.pipeline > 1 or degrees.tensor > 1):
-        raise PlanError("meta does not compose with pipeline or tensor", key=("parallel", "meta"), hint="leave it out")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,21 +51,52 @@ def align(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def sum_over(group: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Add up the gradients over `group`, in one all-reduce a dtype; a rank without a gradient adds zeros."""
+def sum_over(group: Any, parameters: Iterable[nn.Parameter], bucket_bytes: float = float("inf")) -> None:
+    """Add up the gradients over `group`, in all-reduces of about `bucket_bytes`; a rank without a gradient adds zeros.
+
+    A parameter that no rank has a gradient for is left without one, so that the optimizer passes it over as it would in one
+    process: with each bucket travels who has what.
+    """
     import torch
 
-    by_kind: dict[torch.dtype, list[Tensor]] = {}
+    sums = []
+    for bucket in _buckets(parameters, bucket_bytes):
+        has = [parameter.grad is not None for parameter in bucket]
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = local_gradients(bucket)
+        marks = torch.tensor(has, dtype=gradients[0].dtype).to(gradients[0].device, non_blocking=True)
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), marks])
+        sums.append((bucket, has, gradients, flat, torch.distributed.all_reduce(flat, group=group, async_op=True)))
+    for bucket, has, gradients, flat, work in sums:
+        work.wait()
+        *parts, marks = flat.split([*(gradient.numel() for gradient in gradients), len(bucket)])
+        torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients, strict=True)])
+        if not all(has):  # else there is no need to wait for the device
+            forget_unused(bucket, marks)
+
+
+def forget_unused(parameters: Sequence[nn.Parameter], marks: Tensor) -> None:
+    """No gradient for those whose mark is zero: nobody's data had to do with them."""
+    for parameter, mark in zip(parameters, marks.tolist(), strict=True):
+        if not mark:
+            parameter.grad = None
+
+
+def _buckets(parameters: Iterable[nn.Parameter], most: float) -> Iterator[list[nn.Parameter]]:
+    """Runs of parameters of one dtype, of about `most` bytes each."""
+    open_: dict[torch.dtype, list[nn.Parameter]] = {}
+    sizes: dict[torch.dtype, int] = {}
     for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        part = local(parameter.grad)
-        by_kind.setdefault(part.dtype, []).append(part)
-    for gradients in by_kind.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        torch.distributed.all_reduce(flat, group=group)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        kind = parameter.dtype
+        open_.setdefault(kind, []).append(parameter)
+        part = local(parameter)
+        sizes[kind] = sizes.get(kind, 0) + part.numel() * part.element_size()
+        if sizes[kind] >= most:
+            yield open_.pop(kind)
+            sizes[kind] = 0
+    yield from open_.values()
 
 
 def multiply(gradients: list[Tensor], factor: Tensor) -> None:

@@ -20,8 +20,9 @@ assert set(ScheduleName.__args__) == set(SCHEDULES)  # type: ignore[attr-defined
 class ShardingOptions(StrategyOptions):
     """How parameters are sharded."""
 
-    wrap: Literal["auto"] | int | Names = "auto"
-    """What is gathered at a time: `auto` (each repeated block), class names, or the least number of parameters."""
+    wrap: Literal["auto", "whole"] | int | Names = "auto"
+    """What is gathered at a time: `auto` (each repeated block), class names, the least number of parameters, or the `whole`
+    model, which may then go through other blocks on one rank than on another."""
     reshard_after_forward: bool = True
     """Give gathered parameters up after the forward pass and gather them again for backward: less memory, more traffic."""
     gather: Literal["fp32", "bf16"] = "fp32"

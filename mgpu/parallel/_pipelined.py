@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import PlanError
-from mgpu.parallel._calls import Call, call_of, loss_of
+from mgpu.parallel._calls import Call, call_of, loss_at_the_end
 from mgpu.parallel._cuts import parts_of
 from mgpu.parallel._division import divide, measures_of
 from mgpu.parallel._following import tensors_of
@@ -167,7 +167,8 @@ class Pipeline:
             if stage != self.count - 1:
                 return output
             assert self.trainable is not None
-            loss_sum, units = loss_of(self.trainable.task, self.model, micro_batch.batch, output)
+            splits = self.schedule.splits_backward
+            loss_sum, units = loss_at_the_end(self.trainable.task, self.model, micro_batch.batch, output, splits)
         count = units.detach() if isinstance(units, Tensor) else torch.tensor(units, device=context.device)
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]) * weight)
         scaled = loss_sum * (context.loss_scale * weight)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu.errors import PlanError
 from mgpu.parallel._blocks import repeated_blocks
+from mgpu.parallel._participation import Participation
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sharding:
-    """How to shard. `wrap` is `auto` (repeated blocks), class names, or the least number of parameters of a unit."""
+    """How to shard. `wrap` is `auto` (repeated blocks), `whole` (no units), class names, or the least size of a unit."""
 
     wrap: str | int | tuple[str, ...] = "auto"
     reshard_after_forward: bool = True
@@ -27,6 +28,11 @@ class Sharding:
     gather: str = "fp32"
     first_weights: dict[str, Tensor] = field(default_factory=dict)
     roots: list[Any] = field(default_factory=list)
+    participation: Participation | None = None
+    """Who uses what, once the model is sharded."""
+    scalars: list[nn.Parameter] = field(default_factory=list)
+    """Parameters without dimensions, which every rank holds: there is nothing to cut."""
+    note: str = ""
 
     def make(self, make: Callable[[], nn.Module], context: Context) -> nn.Module:
         """The model on the host, or without memory; then rank 0 keeps the real weights aside."""
@@ -41,9 +47,22 @@ class Sharding:
             return make()
 
     def units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are gathered one at a time; PlanError where the rule finds none."""
+        """The modules that are gathered one at a time; PlanError where the rule finds none.
+
+        FSDP lets one unit manage a parameter: modules that share one with another are gathered with what holds both.
+        """
+        found = self._by_rule(model)
+        sharing = {id(unit) for unit in sharing_units(model, found)}
+        if sharing:
+            names = ", ".join(name for name, module in model.named_modules() if id(module) in sharing)
+            self.note = f"{names} share parameters with other parts of the model and are not gathered by themselves"
+        return [unit for unit in found if id(unit) not in sharing]
+
+    def _by_rule(self, model: nn.Module) -> list[nn.Module]:
         if self.wrap == "auto":
             return list(repeated_blocks(model).values())
+        if self.wrap == "whole":
+            return []
         if isinstance(self.wrap, int):
             return _by_size(model, self.wrap)
         wanted = (self.wrap,) if isinstance(self.wrap, str) else self.wrap
@@ -74,16 +93,19 @@ class Sharding:
         }
         self.roots = list(getattr(model, "stages", None) or [model])
         whole = model.model if hasattr(model, "stages") else model
+        self.scalars = [parameter for parameter in whole.parameters() if parameter.dim() == 0]
+        options["ignored_params"] = set(self.scalars)
         chosen = {id(unit) for unit in self.units(whole)}
         for root in self.roots:
             for unit in reversed([module for module in root.modules() if id(module) in chosen]):
-                if any(True for _ in unit.parameters()):
+                if any(parameter.dim() for parameter in unit.parameters()):
                     fully_shard(unit, **options)
             fully_shard(root, **options)
             for module in root.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
+        self.participation = Participation(self.roots)
         self.fill(whole, context)
 
     def fill(self, model: nn.Module, context: Context) -> None:
@@ -124,6 +146,23 @@ class Sharding:
             for module in root.modules():
                 if hasattr(module, "reshard"):
                     module.reshard()
+
+
+def sharing_units(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Those of `units` that have a parameter which `model` uses outside of them as well."""
+    places: dict[int, set[int]] = {}
+    for _, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                places.setdefault(id(parameter), set()).add(id(module))
+    inside = [{id(module) for module in unit.modules()} for unit in units]
+    sharing = []
+    for unit, own in zip(units, inside, strict=True):
+        others = [theirs for theirs in inside if not (theirs <= own or own <= theirs)]
+        used = [places[id(parameter)] for parameter in unit.parameters()]
+        if any(not at <= own or any(at & theirs for theirs in others) for at in used):
+            sharing.append(unit)
+    return sharing
 
 
 def _packed_dimension(parameter: Tensor) -> int | None:

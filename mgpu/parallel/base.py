@@ -114,6 +114,8 @@ class StepLoss:
     loss_sum: Tensor
     units: Tensor
     stop_votes: Tensor
+    marks: Tensor | None = None
+    """What else a strategy had its ranks add up."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,9 @@ class Strategy(abc.ABC):
     def forward_backward(self, trainable: Trainable, window: Window) -> StepLoss:
         """Leave the gradient of the global batch in `.grad`: sum of losses over all its units / number of units."""
 
+    def confirm(self, trainable: Trainable, totals: StepLoss) -> None:  # noqa: B027 - few have anything to see
+        """See by `totals` that the ranks did the same in the step; raises before anything is made of it."""
+
     def state(self, trainable: Trainable) -> dict[str, Tensor]:
         """What this rank must find again in a checkpoint beside the model and the optimizer."""
         return {}
@@ -270,18 +275,18 @@ def backward_one(trainable: Trainable, micro_batch: MicroBatch, weight: float = 
     return torch.stack([loss_sum.detach().double(), count.double()]) * weight
 
 
-def agree(context: Context, sums: Tensor) -> StepLoss:
-    """Add up [sum of losses, units] and the votes to stop over all ranks, in one small all-reduce.
+def agree(context: Context, sums: Tensor, marks: Tensor | None = None) -> StepLoss:
+    """Add up [sum of losses, units], the votes to stop and `marks` (float64) over all ranks, in one small all-reduce.
 
     Where several ranks hold one replica, one of them gives its sums and the others give zeros.
     """
     import torch
 
     vote = torch.tensor([float(context.stop.asked)], dtype=torch.float64, device=context.device)
-    totals = torch.cat([sums, vote])
+    totals = torch.cat([sums, vote] if marks is None else [sums, vote, marks])
     if context.world > 1:
         torch.distributed.all_reduce(totals)
-    return StepLoss(loss_sum=totals[0], units=totals[1], stop_votes=totals[2])
+    return StepLoss(loss_sum=totals[0], units=totals[1], stop_votes=totals[2], marks=totals[3:])
 
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: Tensor) -> None:

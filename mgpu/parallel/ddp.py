@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mgpu.errors import PlanError
+from mgpu.errors import PlanError, TaskError
 from mgpu.parallel import _exact
 from mgpu.parallel._compression import compress, load_powersgd, powersgd_tensors
+from mgpu.parallel._gradients import sum_over
 from mgpu.parallel._running import RunningStatistics
 from mgpu.parallel.base import (
     Context,
@@ -43,7 +45,8 @@ class DdpOptions(StrategyOptions):
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order; then unused ones cost nothing more."""
     unused_parameters: bool = False
-    """Allow parameters that get no gradient in a step; costs a walk through the graph each step."""
+    """Allow parameters that get no gradient in some steps or on some ranks; gradients then travel after the backward pass,
+    not during it."""
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Make gradients smaller for the way between ranks. Not exact: results then depend on the number of ranks."""
     powersgd_rank: int = Field(default=2, ge=1)
@@ -63,13 +66,13 @@ class Ddp(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, weighted by units."""
 
     Options: ClassVar[type[StrategyOptions]] = DdpOptions
+    options: DdpOptions
     exact_numerics: ClassVar[bool] = True
 
     def replicas(self, world: int) -> int:
         return world
 
     def check(self, layout: Layout) -> tuple[str, ...]:
-        assert isinstance(self.options, DdpOptions)
         options, compress = self.options, self.options.compress
         if options.static_graph and any(count > 1 for count in layout.counts):
             raise PlanError(
@@ -80,6 +83,13 @@ class Ddp(Strategy):
             )
         if compress == "none":
             return ()
+        if options.unused_parameters and not options.static_graph:
+            raise PlanError(
+                f"compress: {compress} does not compose with unused_parameters: DDP's communication hooks need a gradient "
+                "of every parameter on every rank",
+                key=("parallel", "unused_parameters"),
+                hint="write compress: none",
+            )
         if layout.spec.numerics == "exact":
             raise PlanError(f"compress: {compress} does not compose with numerics: exact", key=("parallel", "compress"))
         return (f"compress {compress}: results depend on the number of ranks, to the precision of what travels",)
@@ -89,11 +99,11 @@ class Ddp(Strategy):
             _share_weights(model)
         if context.exact:
             return _exact.lay_out(model, task, context)
-        if context.world == 1:
-            return Trainable(model=model, module=model, task=task, context=context)
+        if context.world == 1 or (self.options.unused_parameters and not self.options.static_graph):
+            copies = context.world > 1
+            return Trainable(model=model, module=model, task=task, context=context, copies=copies)
         from torch.nn.parallel import DistributedDataParallel
 
-        assert isinstance(self.options, DdpOptions)
         ddp = DistributedDataParallel(
             model,
             device_ids=[context.device.index] if context.device.type == "cuda" else None,
@@ -133,9 +143,11 @@ class Ddp(Strategy):
                 reduces_now = overlapped and index == mine - 1
                 with contextlib.nullcontext() if reduces_now else _without_sync(trainable.module):
                     sums += backward_one(trainable, micro_batch)
+        if overlapped:
+            _see_that_all_are_summed(trainable)
         totals = agree(context, sums)
         if context.replicas > 1 and not overlapped:
-            _sum_gradients(trainable)
+            sum_over(None, trainable.parameters, self.options.bucket_mb * 2**20)
         averaged_over = context.replicas if overlapped else 1
         scale_gradients(trainable.parameters, averaged_over / (totals.units * context.loss_scale))
         return totals
@@ -163,19 +175,20 @@ def _without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
 
-def _sum_gradients(trainable: Trainable) -> None:
-    """The tail of an epoch may leave a replica without a micro batch, where DDP's own reduction would wait for ever."""
-    import torch
-
-    gradients: list[Tensor] = []
-    for parameter in trainable.parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    torch.distributed.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+def _see_that_all_are_summed(trainable: Trainable) -> None:
+    """TaskError where DDP still waits for a gradient: what it holds then is this rank's alone."""
+    ddp: Any = trainable.module
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        trained = trainable.trained
+        names = [trained[int(number)] for number in told[1].split()] if told else ["a parameter"]
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise TaskError(
+            f"no gradient came for {listed}: the loss of this rank's micro batch does not depend on it",
+            hint="write parallel.unused_parameters: true, which allows that, or take it out of the model",
+        ) from error
 
 
 def settle_buckets(ddp: DistributedDataParallel) -> None:

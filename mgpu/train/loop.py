@@ -75,6 +75,7 @@ class Training:
             totals = self.strategy.forward_backward(self.trainable, self._window(turn))
             self.frozen.check(self.position.step)
             norm, stepped = self._step(totals)
+            self.strategy.confirm(self.trainable, totals)
             phase = Phase.TRAINING
             before, self.position = self.position, turn.after.stepped(self.position.step + stepped)
             done = self._is_last(self.position)

@@ -16,7 +16,7 @@ from mgpu.runs import RunStore
 from mgpu.spec import load_spec
 from mgpu.topology import Topology
 
-USER_FILES = ("stack.py", "attentive.py")
+USER_FILES = ("stack.py", "attentive.py", "branching.py")
 SPEC = """\
 model: {target: stack.py:gpt, args: {}}
 data:
@@ -48,6 +48,7 @@ class Trained:
         self.losses = [row["loss"] for row in self.rows]
         self.norms = [row["grad_norm"] for row in self.rows]
         self.weights = weights_of(run)
+        self.notes = [event["text"] for event in run.events() if event["event"] == "note"]
         self.evaluations = [event["loss"] for event in run.events() if event["event"] == "evaluated"]
 
 

@@ -34,7 +34,7 @@ def logs(
 ) -> None:
     """Print what a rank wrote, byte for byte. With -f also, on stderr, the run's steps, notes, failures and end."""
     from mgpu.errors import Refusal
-    from mgpu.launch.following import FollowedLog, LogPrinter, follow_log, follow_run
+    from mgpu.launch.following import FollowedLog, LogPrinter, Pauses, follow_log, follow_run
     from mgpu.launch.output import offset_at, older, written
     from mgpu.runs import RunStore, State
 
@@ -54,9 +54,9 @@ def logs(
             return
         with contextlib.closing(FollowedLog(found, whose, number, start, pattern)) as log:
             if rank is None and attempt is None and grep is None and since is None:
-                follow_run(found, log)
+                follow_run(found, log, Pauses())
             else:
-                follow_log(found, log, attempt)
+                follow_log(found, log, attempt, Pauses())
     except BrokenPipeError:
         sys.stderr.close()  # the reader has what it wanted
     except KeyboardInterrupt:

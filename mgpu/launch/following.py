@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mgpu.launch.output import LogTail, older
@@ -107,7 +109,25 @@ class FollowedLog:
         self._tail.close()
 
 
-def follow_log(run: Run, log: FollowedLog, attempt: int | None) -> None:
+class Pauses:
+    """Sleeps, and is interrupted for sure: Python drops what a handler raises in the moment in which it clears an object up."""
+
+    def __init__(self) -> None:
+        self._interrupted = False
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def __call__(self, seconds: float) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+
+def follow_log(run: Run, log: FollowedLog, attempt: int | None, pause: Pauses) -> None:
     """Print `log` until the run ends; where `attempt` is given, until that attempt does."""
     while True:
         history = run.history()
@@ -119,10 +139,10 @@ def follow_log(run: Run, log: FollowedLog, attempt: int | None) -> None:
             return
         if attempt is None and history.attempts:
             log.follow(history.attempts)
-        time.sleep(_POLL_SECONDS)
+        pause(_POLL_SECONDS)
 
 
-def follow_run(run: Run, log: FollowedLog) -> None:
+def follow_run(run: Run, log: FollowedLog, pause: Pauses) -> None:
     """Show the run beside `log` until it ends, and how it ended. Nothing that happens here touches the run."""
     from mgpu.launch.report import print_report
 
@@ -145,7 +165,7 @@ def follow_run(run: Run, log: FollowedLog) -> None:
             if is_at_end:
                 break
             for _ in range(_LOOKS):
-                time.sleep(_POLL_SECONDS / _LOOKS)
+                pause(_POLL_SECONDS / _LOOKS)
                 screen.show()
     finally:
         screen.close()

@@ -1,7 +1,9 @@
 """Following a run: what is shown to whoever comes late, and when it is over."""
 
 import io
+import os
 import re
+import signal
 import sys
 import time
 
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from mgpu.files import append_line
 from mgpu.launch import following
-from mgpu.launch.following import FollowedLog, LogPrinter, follow_run, is_over
+from mgpu.launch.following import FollowedLog, LogPrinter, Pauses, follow_run, is_over
 from mgpu.launch.output import older
 from mgpu.launch.screen import Screen
 from mgpu.runs import RunStore
@@ -153,7 +155,7 @@ def test_an_ended_run_shows_its_log_its_newest_step_and_its_end(run, followed, c
     older(write_log(run, 1, b"moved\n")).write_bytes(b"first, ")
     cause = {"kind": "error", "rank": 1, "host": "a", "what": "ValueError: bad", "place": "", "log": "", "victims": []}
     run.record("attempt_ended", attempt=1, state="failed", exit_code=1, step=3, cause=cause)
-    follow_run(run, followed(run, skip=2))
+    follow_run(run, followed(run, skip=2), Pauses())
     out, err = capfdbinary.readouterr()
     assert out == b"rst, moved\n"
     lines = err.decode().splitlines()
@@ -188,3 +190,23 @@ def test_people_text_never_begins_in_the_middle_of_a_bar(tmp_path, followed, cap
     log.finish_line()
     log.finish_line()
     assert capfdbinary.readouterr() == (b"", b"\n")
+
+
+def test_an_interrupt_while_an_object_is_cleared_up_is_not_lost(monkeypatch):
+    class Last:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        pause = Pauses()
+        pause(0.0)
+        Last()
+        assert dropped == [KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt):
+            pause(0.0)
+    finally:
+        signal.signal(signal.SIGINT, before)

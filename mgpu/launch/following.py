@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -114,7 +115,7 @@ class Pauses:
 
     def __init__(self) -> None:
         self._interrupted = False
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._hear)
 
     def _hear(self, signum: int, frame: FrameType | None) -> None:
@@ -127,7 +128,7 @@ class Pauses:
         time.sleep(seconds)
 
 
-def follow_log(run: Run, log: FollowedLog, attempt: int | None, pause: Pauses) -> None:
+def follow_log(run: Run, log: FollowedLog, attempt: int | None, pause: Callable[[float], None]) -> None:
     """Print `log` until the run ends; where `attempt` is given, until that attempt does."""
     while True:
         history = run.history()
@@ -142,7 +143,7 @@ def follow_log(run: Run, log: FollowedLog, attempt: int | None, pause: Pauses) -
         pause(_POLL_SECONDS)
 
 
-def follow_run(run: Run, log: FollowedLog, pause: Pauses) -> None:
+def follow_run(run: Run, log: FollowedLog, pause: Callable[[float], None]) -> None:
     """Show the run beside `log` until it ends, and how it ended. Nothing that happens here touches the run."""
     from mgpu.launch.report import print_report
 

@@ -155,7 +155,7 @@ def test_an_ended_run_shows_its_log_its_newest_step_and_its_end(run, followed, c
     older(write_log(run, 1, b"moved\n")).write_bytes(b"first, ")
     cause = {"kind": "error", "rank": 1, "host": "a", "what": "ValueError: bad", "place": "", "log": "", "victims": []}
     run.record("attempt_ended", attempt=1, state="failed", exit_code=1, step=3, cause=cause)
-    follow_run(run, followed(run, skip=2), Pauses())
+    follow_run(run, followed(run, skip=2), time.sleep)
     out, err = capfdbinary.readouterr()
     assert out == b"rst, moved\n"
     lines = err.decode().splitlines()

@@ -180,16 +180,25 @@ def merged(plains: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for plain in plains[1:]:
         for key, value in plain.items():
             if key == "groups":
-                pairs = zip(whole["groups"], value, strict=True)
-                whole["groups"] = [
-                    {**mine, "parameters": list(dict.fromkeys([*mine["parameters"], *theirs["parameters"]]))}
-                    for mine, theirs in pairs
-                ]
+                whole["groups"] = _joined(whole["groups"], value)
             elif isinstance(value, dict) and isinstance(whole.get(key), dict):
                 whole[key] = merged([whole[key], value])
             else:
                 whole.setdefault(key, value)
     return whole
+
+
+def _joined(groups: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of the same settings have the parameters of both: a rank without parameters of a kind lacks its group."""
+    joined = [dict(group) for group in groups]
+    for group in more:
+        settings = {key: value for key, value in group.items() if key != "parameters"}
+        like = next((one for one in joined if all(one.get(key) == value for key, value in settings.items())), None)
+        if like is None:
+            joined.append(dict(group))
+        else:
+            like["parameters"] = list(dict.fromkeys([*like["parameters"], *group["parameters"]]))
+    return joined
 
 
 def _write(path: Path, content: bytes) -> FileRecord:

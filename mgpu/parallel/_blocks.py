@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from mgpu.parallel._running import Unchanged
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,21 +55,27 @@ def prepare_blocks(model: nn.Module, context: Context) -> nn.Module:
         if not any(True for _ in block.parameters()):
             continue  # another rank's
         if context.activation_checkpointing != "none":
-            _recompute(block, selective=context.activation_checkpointing == "selective")
+            # A compiled block is a function: its repetition changes no buffer.
+            changes = not context.compile and any(True for _ in block.buffers())
+            _recompute(block, selective=context.activation_checkpointing == "selective", changes=changes)
         if context.compile:
             backend = context.compile if isinstance(context.compile, str) else "inductor"
             block.forward = torch.compile(block.forward, backend=backend)
     return model
 
 
-def _recompute(block: nn.Module, *, selective: bool) -> None:
-    """Put the checkpoint inside the block's own forward: a wrapper module would change the names of parameters."""
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+def _recompute(block: nn.Module, *, selective: bool, changes: bool) -> None:
+    """Put the checkpoint inside the block's own forward: a wrapper module would change the names of parameters.
+
+    Where a pass `changes` buffers (running statistics), its repetition does not change them once more.
+    """
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
     forward = block.forward
-    options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products) if selective else noop_context_fn
+    if changes:
+        contexts = functools.partial(_unchanging, block, contexts)
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
 
     @functools.wraps(forward)
     def recomputed(*args: Tensor, **kwargs: Any) -> Any:
@@ -75,6 +84,25 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
         return checkpoint(forward, *args, **options, **kwargs)
 
     block.forward = recomputed
+
+
+def _unchanging(block: nn.Module, contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The contexts of a pass and of its repetition, which leaves the buffers of `block` as they are."""
+    passing, again = contexts()
+    return passing, _Both(Unchanged(block), again)
+
+
+class _Both:
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +91,24 @@ class _Answers(_StandIn):
         return self._answers.pop()
 
 
+def own_copy(batch: Any) -> Any:
+    """A batch that a task may change as it likes: its loss is asked for more than once."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        return copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf
+
+    return tree_map(copied, batch)
+
+
 def call_of(task: Task, model: nn.Module, micro_batch: MicroBatch, context: Context) -> Call:
     """What `task` calls the model with for this micro batch."""
     context.reseed(micro_batch.seed)
     try:
-        task.loss(_Asks(model), micro_batch.batch)  # type: ignore[arg-type]
+        task.loss(_Asks(model), own_copy(micro_batch.batch))  # type: ignore[arg-type]
     except _Asked as asked:
         return asked.call
     raise RuntimeError("the task works out a loss without calling its model: a pipeline cannot run it")
@@ -101,7 +116,7 @@ def call_of(task: Task, model: nn.Module, micro_batch: MicroBatch, context: Cont
 
 def loss_of(task: Task, model: nn.Module, batch: Any, output: Any) -> tuple[Any, Any]:
     """The loss that `task` makes of the model's `output`."""
-    return task.loss(_Answers(model, output), batch)  # type: ignore[arg-type]
+    return task.loss(_Answers(model, output), own_copy(batch))  # type: ignore[arg-type]
 
 
 def loss_at_the_end(task: Task, model: nn.Module, batch: Any, output: Any, splits_backward: bool) -> tuple[Any, Any]:
@@ -113,7 +128,7 @@ def loss_at_the_end(task: Task, model: nn.Module, batch: Any, output: Any, split
 
     answers = _Answers(model, output)
     try:
-        loss_sum, units = task.loss(answers, batch)  # type: ignore[arg-type]
+        loss_sum, units = task.loss(answers, own_copy(batch))  # type: ignore[arg-type]
         if isinstance(loss_sum, FakeTensor):
             raise RuntimeError("what it reads is on another rank")
         beside = _parameters_beside(loss_sum, output)

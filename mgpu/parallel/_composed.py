@@ -195,6 +195,7 @@ class ComposedStrategy(Strategy):
 
     def fits(self, model: nn.Module, layout: Layout) -> None:
         from mgpu.parallel._cuts import parts_of, places_to_cut
+        from mgpu.parallel._pipelined import refuse_hooks
         from mgpu.parallel._schedules import SCHEDULES
 
         degrees = self.degrees(layout.devices)
@@ -205,6 +206,7 @@ class ComposedStrategy(Strategy):
             sharding.units(model)
         if stages is not None and degrees.pipeline > 1:
             count = SCHEDULES[stages["schedule"]].stages(degrees.pipeline, stages["chunks"])
+            refuse_hooks(model)
             split_at = stages["split"]
             parts_of(model, places_to_cut(model, count)[1:] if isinstance(split_at, str) else split_at)
 
@@ -252,7 +254,7 @@ class ComposedStrategy(Strategy):
         if sharding is not None and degrees.shard > 1:
             assert mesh is not None
             data = ("replicate", "shard") if degrees.replicate > 1 else ("shard",)
-            sharding.apply(model if pipeline is None else pipeline, mesh[data], context)
+            sharding.apply(model, [model] if pipeline is None else pipeline.stages, mesh[data], context)
         elif sharding is not None:
             sharding.fill(model, context)
         owned = pipeline.owned() if pipeline is not None else dict(model.named_parameters())

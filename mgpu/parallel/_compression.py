@@ -23,8 +23,21 @@ def compress(ddp: DistributedDataParallel, how: str, rank: int, start: int) -> A
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
-    ddp.register_comm_hook(state, powerSGD_hook)
+    ddp.register_comm_hook(state, powerSGD_hook if ddp.device.type == "cuda" else _one_after_another(powerSGD_hook))
     return state
+
+
+def _one_after_another(hook: Any) -> Any:
+    """A hook of several collectives a bucket: gloo takes those of two buckets in whatever order they come, on each rank."""
+    before: list[Any] = []
+
+    def in_turn(state: Any, bucket: Any) -> Any:
+        for future in before:
+            future.wait()
+        before[:] = [hook(state, bucket)]
+        return before[0]
+
+    return lambda state, bucket: in_turn(state, bucket)  # noqa: PLW0108 - DDP checks annotations, and ours are texts
 
 
 def reduce_narrow(kind: torch.dtype, bucket: Any) -> Any:

@@ -16,7 +16,7 @@ from mgpu.parallel._following import tensors_of
 from mgpu.parallel._gradients import sum_over
 from mgpu.parallel._lockstep import passes
 from mgpu.parallel._relay import Relay
-from mgpu.parallel._running import Unchanged
+from mgpu.parallel._running import Unchanged, tracking_norms
 from mgpu.parallel._schedules import SCHEDULES
 from mgpu.parallel._stages import Cutting, direct_parameters
 from mgpu.parallel.base import Context, MicroBatch, Task, Trainable, Window
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+
+
+_APART = 0x9E3779B1
+"""Between the seeds of stages; a generator of the CPU takes but the lower 32 bits of a seed."""
 
 
 class Pipeline:
@@ -56,6 +60,7 @@ class Pipeline:
                 key=("parallel", "split"),
                 hint=f"name {self.count - 1} modules",
             )
+        refuse_hooks(model)
         self.parts = parts_of(model, cuts)
         empty = set(range(self.count)) - {part.stage for part in self.parts}
         if empty:
@@ -72,6 +77,8 @@ class Pipeline:
         self.module_of = {index: _stage(self, index) for index in self.own}
         self.schedules: dict[Any, Any] = {}
         self.calls: list[tuple[Call, MicroBatch | None, float]] = []
+        self.has_norms = bool(tracking_norms(model))
+        """Then micro batches must go through in their order, which running averages depend on."""
         self.sums: list[Tensor] = []
         self.trainable: Trainable | None = None
         self.relay: Relay | None = None
@@ -161,13 +168,14 @@ class Pipeline:
             return self.cutting.run(stage, given, call)
         with context.autocast():
             self.cutting.route(call)  # not under this stage's seed
-        context.reseed(micro_batch.seed if stage == 0 else micro_batch.seed ^ (stage << 32))
+        context.reseed((micro_batch.seed + stage * _APART) % (1 << 63))
         with context.autocast():
             output = self.cutting.run(stage, given, call)
             if stage != self.count - 1:
                 return output
             assert self.trainable is not None
             splits = self.schedule.splits_backward
+            context.reseed(micro_batch.seed)  # what the task draws before its call is what the call was made of
             loss_sum, units = loss_at_the_end(self.trainable.task, self.model, micro_batch.batch, output, splits)
         count = units.detach() if isinstance(units, Tensor) else torch.tensor(units, device=context.device)
         self.sums.append(torch.stack([loss_sum.detach().double(), count.double()]) * weight)
@@ -196,7 +204,8 @@ class Pipeline:
         takes = not (self.schedule.kind is None or self.schedule.fault(len(full), self.ranks, self.chunks))
         if trainable.lockstep:
             takes = self._alike((len(full), size) if takes and not rest else None)
-        if not takes:
+        is_in_order = all(one is other for one, other in zip(whole, full + rest, strict=True))
+        if not takes or (self.has_norms and not is_in_order):
             full, rest = [], whole
         if full:
             self.calls = full
@@ -268,6 +277,16 @@ class Pipeline:
             )
         kind = getattr(pipelining, self.schedule.kind)
         return kind(stages if self.schedule.several else stages[0], count, loss_fn=_as_it_is, scale_grads=False)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """PlanError where a hook sees the whole model's pass, of which a rank has but a part."""
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise PlanError(
+            "the model has forward hooks on itself, not on a module inside: a pipeline has no place for them",
+            key=("parallel", "strategy"),
+            hint="do the same in its forward, or use another strategy",
+        )
 
 
 def _neighbourly(*arguments: Any, **options: Any) -> Any:

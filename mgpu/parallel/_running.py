@@ -66,18 +66,24 @@ class RunningStatistics:
 
 
 class Unchanged:
-    """Running statistics as they were before, after a pass that does not count."""
+    """Running statistics and other buffers as they were before, after a pass that does not count."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.norms = tracking_norms(model)
+        self.model = model
+        self.before: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
 
     def __enter__(self) -> None:
-        self.before = [[buffer.clone() for buffer in _buffers(norm)] for norm in self.norms]
+        self.before = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
     def __exit__(self, *error: object) -> None:
-        for norm, before in zip(self.norms, self.before, strict=True):
-            for buffer, value in zip(_buffers(norm), before, strict=True):
-                buffer.copy_(value)
+        for buffers, name, buffer, value in self.before:
+            buffers[name] = buffer.copy_(value)
+        self.before = []
 
 
 def tracking_norms(model: nn.Module) -> list[Any]:

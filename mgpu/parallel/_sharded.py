@@ -76,8 +76,8 @@ class Sharding:
             )
         return [module for module in found if module is not model]
 
-    def apply(self, model: Any, mesh: DeviceMesh, context: Context) -> None:
-        """Shard `model`, or each stage of a pipeline, over `mesh` (1-D, or replicate x shard)."""
+    def apply(self, model: nn.Module, roots: list[nn.Module], mesh: DeviceMesh, context: Context) -> None:
+        """Shard `roots`, the model itself or its stages on this rank, over `mesh` (1-D, or replicate x shard)."""
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -91,22 +91,22 @@ class Sharding:
             "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
             "shard_placement_fn": _beside_packed,
         }
-        self.roots = list(getattr(model, "stages", None) or [model])
-        whole = model.model if hasattr(model, "stages") else model
-        self.scalars = [parameter for parameter in whole.parameters() if parameter.dim() == 0]
+        self.roots = roots
+        self.scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
         options["ignored_params"] = set(self.scalars)
-        chosen = {id(unit) for unit in self.units(whole)}
+        chosen = {id(unit) for unit in self.units(model)}
         for root in self.roots:
             for unit in reversed([module for module in root.modules() if id(module) in chosen]):
                 if any(parameter.dim() for parameter in unit.parameters()):
                     fully_shard(unit, **options)
             fully_shard(root, **options)
+            module: Any
             for module in root.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
         self.participation = Participation(self.roots)
-        self.fill(whole, context)
+        self.fill(model, context)
 
     def fill(self, model: nn.Module, context: Context) -> None:
         """Give a model without memory its memory and rank 0's weights."""

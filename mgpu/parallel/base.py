@@ -290,9 +290,7 @@ def agree(context: Context, sums: Tensor, marks: Tensor | None = None) -> StepLo
 
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: Tensor) -> None:
-    """Multiply every gradient by `factor` (a scalar on the device), in one fused pass."""
-    import torch
+    """Multiply every gradient by `factor` (a scalar on the device), in one fused pass a dtype."""
+    from mgpu.parallel._gradients import multiply
 
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    multiply([parameter.grad for parameter in parameters if parameter.grad is not None], factor)

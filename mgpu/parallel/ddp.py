@@ -111,9 +111,8 @@ class Ddp(Strategy):
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             static_graph=self.options.static_graph,
             **_without_buffer_broadcasts(),
-            find_unused_parameters=self.options.unused_parameters,
         )
-        if not self.options.unused_parameters:
+        if not self.options.static_graph:  # which learns from its first backward pass, and keeps its buckets
             settle_buckets(ddp)
         powersgd = None
         if self.options.compress != "none":

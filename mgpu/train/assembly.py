@@ -212,13 +212,16 @@ def _logger(seat: Seat, position: Position, total: int | None, parameters: dict[
 
 def _optimizer(target: Target, trainable: Trainable) -> torch.optim.Optimizer:
     """Sharded and plain parameters in groups of their own: an optimizer's fused passes take no mixture."""
-    kinds: dict[type, list[torch.Tensor]] = {}
-    for parameter in trainable.parameters:
-        kinds.setdefault(type(parameter.data), []).append(parameter)
     # A rank whose stage is frozen has nothing to train, which no optimizer takes.
-    groups = list(kinds.values()) or [[torch.nn.Parameter(torch.empty(0))]]
-    parameters: Any = groups[0] if len(groups) == 1 else [{"params": group} for group in groups]
+    parameters = trainable.parameters or [torch.nn.Parameter(torch.empty(0))]
     optimizer: torch.optim.Optimizer = build(target, parameters, key=("optimizer",))
+    for group in list(optimizer.param_groups):
+        kinds: dict[type, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+        group["params"], *others = kinds.values() or [[]]
+        for other in others:
+            optimizer.add_param_group({**group, "params": other})
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

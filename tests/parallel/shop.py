@@ -16,7 +16,7 @@ from mgpu.runs import RunStore
 from mgpu.spec import load_spec
 from mgpu.topology import Topology
 
-USER_FILES = ("stack.py", "attentive.py", "branching.py")
+USER_FILES = ("stack.py", "attentive.py", "branching.py", "habits.py")
 SPEC = """\
 model: {target: stack.py:gpt, args: {}}
 data:

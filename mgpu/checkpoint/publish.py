@@ -192,11 +192,12 @@ def _joined(groups: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any
     """Groups of the same settings have the parameters of both: a rank without parameters of a kind lacks its group."""
     joined = [dict(group) for group in groups]
     for group in more:
-        settings = {key: value for key, value in group.items() if key != "parameters"}
-        like = next((one for one in joined if all(one.get(key) == value for key, value in settings.items())), None)
-        if like is None:
+        alike = [one for one in joined if {**one, "parameters": []} == {**group, "parameters": []}]
+        shared = [one for one in alike if set(one["parameters"]) & set(group["parameters"])]
+        if not alike:
             joined.append(dict(group))
         else:
+            like = (shared or alike)[0]
             like["parameters"] = list(dict.fromkeys([*like["parameters"], *group["parameters"]]))
     return joined
 

@@ -61,6 +61,9 @@ class Pipeline:
                 hint=f"name {self.count - 1} modules",
             )
         refuse_hooks(model)
+        self.has_norms = bool(
+            tracking_norms(model)
+        )  # then micro batches must come in order: running averages depend on it
         self.parts = parts_of(model, cuts)
         empty = set(range(self.count)) - {part.stage for part in self.parts}
         if empty:
@@ -77,8 +80,6 @@ class Pipeline:
         self.module_of = {index: _stage(self, index) for index in self.own}
         self.schedules: dict[Any, Any] = {}
         self.calls: list[tuple[Call, MicroBatch | None, float]] = []
-        self.has_norms = bool(tracking_norms(model))
-        """Then micro batches must go through in their order, which running averages depend on."""
         self.sums: list[Tensor] = []
         self.trainable: Trainable | None = None
         self.relay: Relay | None = None

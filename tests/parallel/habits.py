@@ -79,6 +79,15 @@ class Staged(nn.Module):
         return x.mean(1) if x.dim() == 3 else x
 
 
+class Halfway(Staged):
+    """Only its first two blocks have a batch norm: not every stage has one."""
+
+    def __init__(self):
+        super().__init__(norm=True)
+        for stage in self.stages[2:]:
+            stage.norm = nn.Identity()
+
+
 class Counting(Staged):
     """Counts its passes in a buffer, a new one each time, and uses the count."""
 

@@ -52,6 +52,12 @@ def test_batch_norm_counts_each_pass_once_and_in_order(workshop, name, kind):
     assert int(trained.weights["model.stages.0.norm.num_batches_tracked"]) == 8 + 8 + 6 + 8 + 8
 
 
+def test_stages_without_a_batch_norm_keep_the_order_too(workshop):
+    settings = {"batch": {"size": 8, "micro": 1}, "data": {"train": "habits.py:Long"}}
+    settings["optimizer"] = {"target": "torch.optim:SGD", "args": {"lr": 0.01}}
+    agrees(workshop, "pipeline", model="habits.py:Halfway", **settings)
+
+
 def test_trial_passes_leave_buffers_alone(workshop):
     """Only `sequential` goes through a model in the order in which one process would."""
     SPLIT["one by one"] = (2, {"strategy": "pipeline", "schedule": "sequential"})

@@ -23,8 +23,9 @@ from mgpu.spec import parse_value
 # `make test-models` runs these, in an environment that has torchvision and timm.
 collect_ignore = [] if importlib.util.find_spec("torchvision") else ["parallel/test_vision_models.py"]
 
-# Under nohup it is ignored, and what tests start would inherit that.
+# Under nohup, and in the background of a script, they are ignored, and what tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no fault of the code: no example has a time limit.
 settings.register_profile("mgpu", deadline=None, suppress_health_check=[HealthCheck.too_slow])

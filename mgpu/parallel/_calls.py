@@ -151,14 +151,18 @@ def loss_at_the_end(task: Task, model: nn.Module, batch: Any, output: Any, split
     return loss_sum, units
 
 
-class PlainLoss:
-    """A task of a model whose parameters are but parts between its passes: its loss must come of the output alone."""
+class Around:
+    """A task in place of another, of which it has all that it does not do in its own way."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
+
+
+class PlainLoss(Around):
+    """A task of a model whose parameters are but parts between its passes: its loss must come of the output alone."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         from torch.distributed.tensor import DTensor

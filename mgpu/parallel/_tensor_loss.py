@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mgpu.parallel.base import Task
+from mgpu.parallel._calls import Around
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class WholeLoss:
+class WholeLoss(Around):
     """A task whose model leaves its logits split over tensor peers: the loss is worked out on the parts."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         loss_sum, units = self.task.loss(model, batch)

@@ -244,7 +244,7 @@ class Strategy(abc.ABC):
         """Leave the gradient of the global batch in `.grad`: sum of losses over all its units / number of units."""
 
     def confirm(self, trainable: Trainable, totals: StepLoss) -> None:  # noqa: B027 - few have anything to see
-        """See by `totals` that the ranks did the same in the step; raises before anything is made of it."""
+        """See by `totals` that the ranks did the same in the step; raises before it is logged or saved."""
 
     def state(self, trainable: Trainable) -> dict[str, Tensor]:
         """What this rank must find again in a checkpoint beside the model and the optimizer."""
